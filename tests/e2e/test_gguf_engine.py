@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
+"""The engine on tiny glm-dsa files, token for token against transformers.
+
+Float32, greedy. The prompts lie below, at and above the top-k of 64 and the chunk of
+128 tokens; they run in one batch, and then again with their prefixes cached.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers.hf_reference import HfReference
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
+
+from vllm import LLM, SamplingParams
+
+LENGTHS = (1, 5, 63, 64, 65, 150, 300, 411)
+TYPES = (
+    "F32 BF16 F16 Q8_0 Q4_0 Q4_K Q5_K Q6_K Q2_K Q3_K IQ4_XS IQ3_XXS IQ2_XS MXFP4 mixed"
+).split()
+LAYOUTS = {
+    "shards": {"shards": 3},
+    "tensorless-first-shard": {"shards": 3, "tensorless_first_shard": True},
+    "mtp": {"mtp": True},
+    "legacy-kv-b": {"legacy_kv_b": True},
+    "tied": {"tied": True},
+    "no-gating-func": {"gating_func": False},
+    "shared-key": {"shared_indexers": "key"},
+    "shared-key-int": {"shared_indexers": "key-int"},
+    "shared-key-str": {"shared_indexers": "key-str"},
+    "shared-key-surplus": {"shared_indexers": "key-surplus"},
+    "shared-absent": {"shared_indexers": "absent"},
+    "shared-duplicates": {"shared_indexers": "duplicates"},
+    "shared-mtp": {"shared_indexers": "absent", "mtp": True},
+}
+
+
+def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 480, length).tolist() for length in lengths]
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[LLM]:
+    llm = LLM(
+        str(model),
+        **{
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 128,
+            "kv_cache_memory_bytes": 64 << 20,
+            **options,
+        },
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def cached_tokens(llm: LLM, prompt: list[int]) -> int:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    return output.num_cached_tokens or 0
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_tokens_equal_transformers(weight_type: str, tmp_path: Path) -> None:
+    spec = TinySpec(weight_type=weight_type)
+    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
+    prompts = make_prompts()
+    reference = HfReference(model)
+    expected = [reference.generate(prompt, 48) for prompt in prompts]
+    with engine(model) as llm:
+        assert greedy(llm, prompts, 48) == expected
+        assert cached_tokens(llm, prompts[-1]) >= 384
+        assert greedy(llm, prompts, 48) == expected, "with cached prefixes"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_the_file_gives_the_same_model(
+    layout: str, tmp_path: Path
+) -> None:
+    spec = TinySpec(**LAYOUTS[layout])
+    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[-1]
+    prompts = make_prompts((5, 65, 150))
+    reference = HfReference(model)
+    expected = [reference.generate(prompt, 24) for prompt in prompts]
+    with engine(model) as llm:
+        assert greedy(llm, prompts, 24) == expected
+
+
+@pytest.mark.parametrize("weight_type", ["mixed", "Q4_K", "MXFP4"])
+def test_tokens_equal_transformers_on_raw_blocks(
+    weight_type: str, tmp_path: Path
+) -> None:
+    spec = TinySpec(weight_type=weight_type)
+    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
+    prompts = make_prompts((5, 65, 150))
+    reference = HfReference(model)
+    expected = [reference.generate(prompt, 16) for prompt in prompts]
+    with engine(model, quantization="gguf_native") as llm:
+        assert greedy(llm, prompts, 16) == expected

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
+"""How raw matrices lie in a parameter, and products with them.
+
+A parameter of bytes holds one or more matrices ("shards"), one after another and
+without padding; each may have a type of its own. docs/design/gguf_blocks.md is the
+description that kernels rely on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vllm.model_executor.layers.quantization.gguf.blocks import (
+    dequantize,
+    narrow_columns,
+    row_bytes,
+)
+from vllm.transformers_utils.gguf.ggml_types import GGMLType
+
+# Weights dequantized at a time: 32 MiB as bfloat16, whatever the matrix.
+_CHUNK_WEIGHTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class BlockShard:
+    """One matrix inside a parameter of bytes, as this rank holds it."""
+
+    kind: GGMLType
+    rows: int
+    columns: int
+    row_bytes: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def view(self, data: torch.Tensor) -> torch.Tensor:
+        """uint8 [..., bytes] of the parameter -> uint8 [..., rows, row bytes]."""
+        part = data.narrow(-1, self.offset, self.nbytes)
+        return part.unflatten(-1, (self.rows, self.row_bytes))
+
+
+def lay_out(
+    kinds: Sequence[GGMLType], rows: Sequence[int], columns: int, what: str
+) -> tuple[BlockShard, ...]:
+    """Shards of `rows` x `columns` weights, in order, from byte 0 on.
+
+    Raises ValueError, naming `what`, if a row is not a whole number of blocks.
+    """
+    shards: list[BlockShard] = []
+    offset = 0
+    for kind, count in zip(kinds, rows, strict=True):
+        shard = BlockShard(kind, count, columns, row_bytes(kind, columns, what), offset)
+        shards.append(shard)
+        offset += shard.nbytes
+    return tuple(shards)
+
+
+def load_shard(
+    target: torch.Tensor,
+    shard: BlockShard,
+    loaded: torch.Tensor,
+    *,
+    row_parts: int,
+    column_parts: int,
+    rank: int,
+    what: str,
+) -> None:
+    """Copy this rank's part of a whole matrix of the file into `target`.
+
+    `target`: uint8 [rows, row bytes] of this rank. `loaded`: uint8 [rows, row bytes]
+    of the file, `row_parts` times as many rows and `column_parts` times as many
+    columns as this rank holds. Raises ValueError if the sizes do not fit or a block
+    would be cut.
+    """
+    full_columns = shard.columns * column_parts
+    expected = (
+        shard.rows * row_parts,
+        row_bytes(shard.kind, full_columns, what),
+    )
+    if loaded.dtype != torch.uint8 or tuple(loaded.shape) != expected:
+        raise ValueError(
+            f"{what}: expected the {shard.kind.name} blocks of {expected[0]} rows of "
+            f"{full_columns} weights, uint8 {list(expected)}; found "
+            f"{loaded.dtype} {list(loaded.shape)}."
+        )
+    if row_parts > 1:
+        loaded = loaded.narrow(0, rank * shard.rows, shard.rows)
+    if column_parts > 1:
+        loaded = narrow_columns(
+            loaded, shard.kind, rank * shard.columns, shard.columns, what
+        )
+    target.copy_(loaded)
+
+
+def linear(x: torch.Tensor, shard: BlockShard, blocks: torch.Tensor) -> torch.Tensor:
+    """`x` [..., columns] times the transposed matrix: [..., rows], in x's dtype.
+
+    `blocks`: uint8 [rows, row bytes]. Weights are rounded to x's dtype, some rows at
+    a time.
+    """
+    step = max(1, _CHUNK_WEIGHTS // shard.columns)
+    parts = [
+        F.linear(x, dequantize(part, shard.kind, shard.columns, x.dtype))
+        for part in blocks.split(step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
