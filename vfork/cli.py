@@ -18,6 +18,7 @@ from vfork.backend import target_device
 from vfork.edits import load_edits
 from vfork.errors import VforkError
 from vfork.fetch import fetch
+from vfork.overlap import overlaps
 from vfork.pin import Base, load_pins, pinned
 from vfork.project import (
     BaseResult,
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("fetch", _fetch, "download the releases", base="all", writes=True)
     add("check", _check, "verify edits, overlay and budgets", base="all", writes=False)
+    add("overlap", _overlap, "find release code here", base="all", writes=False)
     sub = add("diff", _diff, "show the rendered edits", base="all", writes=False)
     sub.add_argument("--no-notice", action="store_true", help="as for an upstream PR")
     sub = add("assemble", _assemble, "write the tree", base="one", writes=True)
@@ -176,6 +178,13 @@ def _base_data(result: BaseResult) -> dict[str, Any]:
             for span in rendered.spans
         ],
     }
+
+
+def _overlap(args: argparse.Namespace, root: Path) -> Outcome:
+    found = {base.name: overlaps(root, base) for base in _bases(args, root)}
+    errors = [error for errors in found.values() for error in errors]
+    text = "" if errors else "no lines of the checkout stand in a release"
+    return Outcome(text, {"bases": [*found]}, errors)
 
 
 def _diff(args: argparse.Namespace, root: Path) -> Outcome:

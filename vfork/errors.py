@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "VF304": "an overlay path exists upstream",
     "VF305": "a budget is exceeded",
     "VF306": "no project root",
+    "VF307": "lines of the checkout also stand in the release",
     "VF401": "upstream.toml is missing or malformed",
     "VF402": "no base of that name is pinned",
     "VF403": "the release could not be downloaded",

@@ -22,7 +22,7 @@ def build_sdist(root: Path, version: str, out_dir: Path) -> Path:
     Works in a clone and in an unpacked source distribution, and gives the same bytes
     for the same files. Raises VforkError VF510 if the files cannot be listed.
     """
-    names = _tracked(root) if (root / ".git").exists() else _present(root)
+    names = source_files(root)
     top = f"{NAME}-{version}"
     target = out_dir / f"{top}.tar.gz"
     unfinished = target.with_name(target.name + ".part")
@@ -39,6 +39,14 @@ def build_sdist(root: Path, version: str, out_dir: Path) -> Path:
         archive.addfile(info, io.BytesIO(metadata))
     os.replace(unfinished, target)
     return target
+
+
+def source_files(root: Path) -> list[str]:
+    """Files of the checkout, relative to its root: those that git tracks.
+
+    In an unpacked source distribution, all of it. Raises VforkError VF510.
+    """
+    return _tracked(root) if (root / ".git").exists() else _present(root)
 
 
 def _tracked(root: Path) -> list[str]:

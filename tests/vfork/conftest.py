@@ -25,6 +25,9 @@ ENGINE = b"""import os
 def start():
     return "release"
 """
+SUMS = b"def sums(numbers):\n" + b"".join(
+    b"    total_%d = numbers[%d] + add_up(numbers, %d)\n" % (i, i, i) for i in range(12)
+)
 EDIT = """\
 from vfork.spec import Edit, EditFile, Function, PrependBody
 
@@ -80,6 +83,7 @@ def release_files(name: str, version: str) -> dict[str, File]:
         "vllm/__init__.py": File(b"from vllm._version import __version__\n"),
         "vllm/_version.py": File(f"__version__ = {version!r}\n".encode()),
         "vllm/engine.py": File(ENGINE),
+        "vllm/sums.py": File(SUMS),
         "vllm/tools/vllm-tool": File(b"#!/bin/sh\nexit 0\n", 0o755),
         "vllm/tools/configs/größe.json": File('{"größe": "µ"}\n'.encode()),
         "vllm/v1/__init__.py": File(b""),
