@@ -23,6 +23,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from openai import OpenAI
+
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 
 START_SECONDS = 600

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import ggml_quantize
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
+
+import ggml_quantize
 from tiny_types import WEIGHT_TYPES, tensor_type
 from tiny_vocab import tiny_vocabulary
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 
 from tests.helpers.faults import FAULTS, SHARING_FAULTS
 from tests.helpers.hf_reference import HfReference
 from tests.helpers.llamacpp_reference import LlamaCpp, LlamaCppError
 from tests.helpers.metrics import agreement
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 
 TOP_K = 64
 WITHIN = (1, 5, 40, TOP_K)

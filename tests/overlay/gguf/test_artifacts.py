@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm.transformers_utils.gguf import serving
 from vllm.transformers_utils.gguf.artifacts import gguf_path, load_plan, prepare_model
 from vllm.transformers_utils.gguf.errors import GGUFError

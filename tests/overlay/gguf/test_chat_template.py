@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tiny_vocab import CHAT_TEMPLATE, tiny_vocabulary
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.serve.exception_handling.error_response import (
@@ -23,7 +24,6 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 )
 from vllm.renderers import BaseRenderer, ChatParams, hf
 from vllm.tokenizers import get_tokenizer
-
 from vllm.transformers_utils.gguf import chat_template
 from vllm.transformers_utils.gguf.artifacts import POINTER
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.edit_gguf import edit_gguf
-from tests.helpers.glm_header import write_glm_shards
-from tests.helpers.gguf_writer import Tensor, Typed
-from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from transformers import AutoConfig
 
+from tests.helpers.edit_gguf import edit_gguf
+from tests.helpers.gguf_writer import Tensor, Typed
+from tests.helpers.glm_header import write_glm_shards
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig, hf_config, read_config
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_vocab import SPECIAL_TOKENS, byte_alphabet, tiny_vocabulary
 from transformers import AutoTokenizer, GenerationConfig
-from vllm.tokenizers import get_tokenizer
-from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from tests.helpers.bpe_reference import ReferenceBPE
 from tests.helpers.texts import TEXTS
+from tiny_vocab import SPECIAL_TOKENS, byte_alphabet, tiny_vocabulary
+from vllm.tokenizers import get_tokenizer
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.tokenizer import (
     MAX_TEMPLATE_CHARS,

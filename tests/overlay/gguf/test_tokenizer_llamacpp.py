@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
-from tiny_vocab import tiny_vocabulary
 from tokenizers import Tokenizer
 
 from tests.helpers.llamacpp_reference import LlamaCpp
 from tests.helpers.texts import TEXTS
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
+from tiny_vocab import tiny_vocabulary
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 
 pytest.importorskip("xllamacpp", reason="needs the xllamacpp wheel (llama.cpp)")
