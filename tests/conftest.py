@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Lets tests import the modules of `examples/` by their own names."""
+"""Settings of all tests, made before torch is imported.
 
+Modules of `examples/` can be imported by their own names. One thread per process: the
+models are tiny, and threads that wait for each other cost more than they bring.
+"""
+
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 if EXAMPLES not in sys.path:

@@ -20,7 +20,8 @@ from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm import LLM, SamplingParams
 
 LENGTHS = (1, 5, 63, 64, 65, 150, 300, 411)
-TYPES = ["F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ3_XXS", "IQ2_XS", "MXFP4", "mixed"]
+TYPES = ["F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K"]
+TYPES += ["Q3_K", "IQ4_XS", "IQ3_XXS", "IQ2_XS", "MXFP4", "mixed"]
 LAYOUTS = {
     "shards": {"shards": 3},
     "tensorless-first-shard": {"shards": 3, "tensorless_first_shard": True},
