@@ -58,10 +58,10 @@ def ask(url: str, question: str) -> str:
 
 
 @contextmanager
-def serve(model: Path, log: Path) -> Iterator[str]:
+def serve(model: Path, log: Path, *options: str) -> Iterator[str]:
     """Run `vllm serve` on `model` and give its URL once it answers; then stop it."""
     port = free_port()
-    command = [vllm_command(), "serve", str(model), "--port", str(port)]
+    command = [vllm_command(), "serve", str(model), "--port", str(port), *options]
     print("$", *command)
     # Without a limit the CPU platform takes nearly all memory for its cache.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}

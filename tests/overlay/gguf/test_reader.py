@@ -229,14 +229,15 @@ def test_a_file_that_changes_while_closed_is_refused(sound):
         file.data(file.tensors["a.weight"])
 
 
-def test_a_lazy_array_that_changes_in_place_is_refused(tmp_path):
-    keys = {"a": Typed("[string]", ["abcdefgh"] * 2000)}
+@pytest.mark.parametrize(("index", "length"), [(0, 1 << 40), (1999, 16)])
+def test_a_lazy_array_that_changes_in_place_is_refused(tmp_path, index, length):
+    keys = {"a": Typed("[string]", ["abcdefgh"] * 2000), "after": "x" * 64}
     path = write_gguf(tmp_path / "m.gguf", keys)
     file = open_gguf(path)
-    content = path.read_bytes()
+    start = path.read_bytes().index(b"abcdefgh") - 8
     with path.open("r+b") as out:
-        out.seek(content.index(b"abcdefgh") - 8)
-        out.write((1 << 40).to_bytes(8, "little"))
+        out.seek(start + 16 * index)
+        out.write(length.to_bytes(8, "little"))
     with pytest.raises(GGUFError, match="changed after its header was read"):
         file.array("a")
 
@@ -397,6 +398,10 @@ BAD_METADATA = {
     "string of 2^63 in an array": (
         [("k", RawValue(9, b"\x08\0\0\0" + huge(2) + huge(1 << 63) + bytes(16)))],
         "array 'k' should have 2 strings, but the first 1 end at byte",
+    ),
+    "last string beyond the end": (
+        [("k", RawValue(9, b"\x08\0\0\0" + huge(1) + huge(1 << 20) + bytes(16)))],
+        "array 'k' should have 1 strings, but the first 1 end at byte",
     ),
     "alignment not a power of two": ([("general.alignment", 48)], "alignment is 48"),
     "alignment below 8": ([("general.alignment", 4)], "alignment is 4, expected"),
