@@ -11,8 +11,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import demo
 from openai import OpenAI
+
+import demo
 
 # A request that the server never answers must fail the test, not hang it.
 TIMEOUT_SECONDS = 120

@@ -15,12 +15,23 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 VOCAB_SIZE = 512
 TOPK = 64
 _GAIN = 1.0
+_SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 # Keys that vLLM reads and that transformers does not save.
 _VLLM_KEYS = {
     "indexer_rope_interleave": True,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+
+
+def write_tiny_config(
+    folder: Path, *, layers: int = 4, shared_indexers: bool = False
+) -> Path:
+    """Write config.json only and return `folder`; arguments as below."""
+    sharing = _SHARING if shared_indexers else {}
+    _config(layers, sharing).save_pretrained(folder)
+    _complete_config(folder, sharing)
+    return folder
 
 
 def write_tiny_model(
@@ -30,8 +41,24 @@ def write_tiny_model(
 
     With `shared_indexers`, layers 3 to 5 use the top-k of layer 2 (IndexShare).
     """
-    sharing = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
-    config = GlmMoeDsaConfig(
+    sharing = _SHARING if shared_indexers else {}
+    torch.manual_seed(seed)
+    model = GlmMoeDsaForCausalLM(_config(layers, sharing)).float()
+    _spread_weights(model)
+    model.save_pretrained(folder)
+    _complete_config(folder, sharing)
+    return folder
+
+
+def _complete_config(folder: Path, sharing: dict[str, int]) -> None:
+    path = folder / "config.json"
+    saved = json.loads(path.read_text()) | _VLLM_KEYS | sharing
+    saved["architectures"] = ["GlmMoeDsaForCausalLM"]
+    path.write_text(json.dumps(saved, indent=2))
+
+
+def _config(layers: int, sharing: dict[str, int]) -> GlmMoeDsaConfig:
+    return GlmMoeDsaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=512,
@@ -58,19 +85,8 @@ def write_tiny_model(
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         bos_token_id=None,
         eos_token_id=VOCAB_SIZE - 1,
-        **(sharing if shared_indexers else {}),
+        **sharing,
     )
-    torch.manual_seed(seed)
-    model = GlmMoeDsaForCausalLM(config).float()
-    _spread_weights(model)
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    saved = json.loads(path.read_text())
-    saved.update(_VLLM_KEYS)
-    if shared_indexers:
-        saved.update(sharing)
-    path.write_text(json.dumps(saved, indent=2))
-    return folder
 
 
 def _spread_weights(model: torch.nn.Module) -> None:

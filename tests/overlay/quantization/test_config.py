@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.gguf import config as config_module
 from vllm.model_executor.layers.quantization.gguf.config import GGUFConfig
 from vllm.model_executor.layers.quantization.gguf.linear import GGUFLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -21,7 +23,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.transformers_utils.gguf import plan
+from vllm.transformers_utils.gguf.artifacts import load_plan, prepare_model
+from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.ggml_types import GGML_TYPES_BY_NAME
 
 pytestmark = pytest.mark.usefixtures("vllm_layers")
@@ -146,17 +149,14 @@ def glm_config(**values: int) -> PreTrainedConfig:
     return PreTrainedConfig(**(sizes | values))
 
 
-def test_types_come_from_the_file_that_the_model_config_names(monkeypatch, tmp_path):
-    hf_config = glm_config()
-    seen = []
-    types = {"m.q_a_proj": GGML_TYPES_BY_NAME["Q4_K"]}
-    monkeypatch.setattr(
-        plan, "block_types", lambda found: seen.append(found) or types, raising=False
-    )
+def test_types_come_from_the_file_that_the_model_directory_names(tmp_path):
+    spec = TinySpec(weight_type="Q8_0")
+    gguf_file = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
+    directory = prepare_model(gguf_file, tmp_path / "cache").directory
     model = SimpleNamespace(
         quantization="gguf_native",
-        model=str(tmp_path),
-        hf_config=hf_config,
+        model=str(directory),
+        hf_config=glm_config(),
         dtype=torch.bfloat16,
         revision=None,
         hf_overrides={},
@@ -165,8 +165,13 @@ def test_types_come_from_the_file_that_the_model_config_names(monkeypatch, tmp_p
     load = SimpleNamespace(download_dir=None)
     found = VllmConfig.get_quantization_config(model, load)
     assert isinstance(found, GGUFConfig)
-    assert found.types == types
-    assert seen[0].num_attention_heads == 4
+    assert found.types == load_plan(directory).block_types()
+    assert {kind.name for kind in found.types.values()} == {"Q8_0"}
+
+
+def test_a_model_that_is_no_gguf_file_is_refused(tmp_path):
+    with pytest.raises(GGUFError, match=str(tmp_path)):
+        GGUFConfig().maybe_update_config(str(tmp_path), hf_config=glm_config())
 
 
 def test_without_a_model_config_there_is_no_file():
@@ -184,9 +189,8 @@ def test_workers_receive_the_types(transport):
 
 def filled(monkeypatch: pytest.MonkeyPatch, **types: str) -> GGUFConfig:
     quant_config = GGUFConfig()
-    monkeypatch.setattr(
-        plan, "block_types", lambda _: config(**types).types, raising=False
-    )
+    plan = SimpleNamespace(block_types=lambda: config(**types).types)
+    monkeypatch.setattr(config_module, "load_plan", lambda _: plan)
     quant_config.maybe_update_config("m", hf_config=glm_config())
     return quant_config
 

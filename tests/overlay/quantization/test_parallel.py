@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,7 @@ def test_two_ranks_compute_what_whole_matrices_say(tmp_path):
         subprocess.Popen(
             [*command, str(rank), str(tmp_path)],
             env=environment,
+            cwd=Path(__file__).parents[3],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

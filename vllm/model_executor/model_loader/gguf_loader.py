@@ -7,6 +7,7 @@ matrices arrive as raw blocks; everything else, and all of it without quantizati
 is dequantized on the way. Host memory beyond the model stays near one tensor.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -139,7 +140,10 @@ class _WeightReader:
         """Matrix `index` of `source`, as blocks or in a floating-point type."""
         if weight.blocks and self._keep_blocks:
             blocks = self._blocks(source, index, rows)
-            return name.removesuffix("weight") + "qweight", torch.from_numpy(blocks)
+            with warnings.catch_warnings():
+                # The map is read-only; the parameters copy from it and never write.
+                warnings.filterwarnings("ignore", "The given NumPy array is not wri")
+                return f"{name.removesuffix('weight')}qweight", torch.from_numpy(blocks)
         # Small matrices outside the fused kernels (router, indexer weights) may be
         # parameters of float32: keep what the file has and let the copy round.
         dtype = self._dtype if weight.blocks else torch.float32

@@ -19,7 +19,7 @@ from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig, hf_config
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan
 from vllm.transformers_utils.gguf.reader import GGUFFile, open_gguf
-from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
+from vllm.transformers_utils.gguf.tokenizer import sampling_defaults, tokenizer_files
 
 POINTER = "gguf.json"
 # Raise when the contents of the directory change for the same GGUF file.
@@ -34,24 +34,48 @@ class PreparedModel:
     config: GlmDsaConfig
 
 
-def prepare_model(path: str | Path, cache: str | Path) -> PreparedModel:
+def prepare_model(
+    path: str | Path, cache: str | Path, *, own_tokenizer: bool = False
+) -> PreparedModel:
     """Check the GGUF file at `path` and write its model directory under `cache`.
 
     An existing directory of the same file (by path, size and time) is reused. Any
-    shard of a split file may be named. Raises GGUFError for a file that cannot be
-    served or a cache that cannot be written.
+    shard of a split file may be named. With `own_tokenizer` the user gives another
+    tokenizer, so that one in the file that cannot be rebuilt is left out. Raises
+    GGUFError for a file that cannot be served or a cache that cannot be written.
     """
     with open_gguf(path) as file:
         config = make_plan(file).config
         contents = hf_config(config)
         fingerprint = _fingerprint(file, contents)
-        directory = Path(cache) / "gguf" / f"{file.paths[0].stem}-{fingerprint}"
+        suffix = "-own-tokenizer" if own_tokenizer else ""
+        name = f"{file.paths[0].stem}-{fingerprint}{suffix}"
+        directory = Path(cache) / "gguf" / name
         if not (directory / POINTER).is_file():
-            files = {"config.json": _json(contents), **tokenizer_files(file.metadata)}
+            try:
+                files = _tokenizer_files(file, config, own_tokenizer)
+            except GGUFError as error:
+                raise GGUFError(f"{file.paths[0]}: {error}") from error
+            files["config.json"] = _json(contents)
             # Written last: its presence tells that the directory is complete.
             files[POINTER] = _json({"path": str(file.paths[0].absolute())})
             _write_directory(directory, files)
     return PreparedModel(directory, config)
+
+
+def _tokenizer_files(
+    file: GGUFFile, config: GlmDsaConfig, own_tokenizer: bool
+) -> dict[str, str]:
+    try:
+        return tokenizer_files(file.metadata)
+    except GGUFError:
+        if not own_tokenizer:
+            raise
+    generation = {
+        "eos_token_id": list(config.eos_token_ids),
+        **sampling_defaults(file.metadata),
+    }
+    return {"generation_config.json": _json(generation)}
 
 
 def gguf_path(directory: str | Path) -> Path | None:

@@ -8,7 +8,8 @@ Each public function is called from one edited line of the release.
 import argparse
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,16 +30,32 @@ _REASONING_PARSER = "glm45"
 def check_command_line(argv: Sequence[str]) -> None:
     """Stop `vllm serve FILE.gguf` with status 1 if the file cannot be served.
 
-    Runs before vLLM's own start-up, so that the message comes at once and alone.
+    Runs before vLLM's own start-up, so that the message comes at once and alone. A
+    model that is not plain to see among the arguments is left to
+    `check_serve_arguments`.
     """
     model = _model_argument(argv)
     if model is None or not _is_native(model):
         return
-    try:
-        prepare_model(model, _cache_root())
-    except GGUFError as error:
-        print(f"vllm serve: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    own_tokenizer = any(arg.startswith("--tokenizer") for arg in argv)
+    with _exit_on_error():
+        prepare_model(model, _cache_root(), own_tokenizer=own_tokenizer)
+
+
+def check_serve_arguments(args: argparse.Namespace) -> None:
+    """Check the parsed arguments of `vllm serve`, and choose GLM's parsers.
+
+    Stops with status 1 if the file, or an option together with it, cannot be served.
+    Arguments for other models are left as they are.
+    """
+    model = getattr(args, "model_tag", None) or args.model
+    if not _is_native(model):
+        return
+    with _exit_on_error():
+        _check_options(model, args)
+        own_tokenizer = args.tokenizer not in (None, model)
+        prepare_model(model, _cache_root(), own_tokenizer=own_tokenizer)
+    apply_parser_defaults(args)
 
 
 def apply_parser_defaults(args: argparse.Namespace) -> None:
@@ -65,10 +82,11 @@ def resolve_engine_args(args: Any) -> None:
     model = args.model
     if not isinstance(model, str) or not _is_native(model):
         return
-    _check_options(args)
-    args.model = str(prepare_model(model, _cache_root()).directory)
+    _check_options(model, args)
     if args.tokenizer == model:
         args.tokenizer = None
+    prepared = prepare_model(model, _cache_root(), own_tokenizer=bool(args.tokenizer))
+    args.model = str(prepared.directory)
     if args.load_format in ("auto", "gguf"):
         args.load_format = LOAD_FORMAT
     if args.config_format == "gguf":
@@ -79,14 +97,24 @@ def resolve_engine_args(args: Any) -> None:
         args.quantization = _default_quantization()
 
 
-def _check_options(args: Any) -> None:
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """Turn a GGUFError into one line on stderr and exit status 1."""
+    try:
+        yield
+    except GGUFError as error:
+        print(f"vllm serve: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _check_options(model: str, args: Any) -> None:
     for option, value, allowed in (
         ("--quantization", args.quantization, (None, QUANTIZATION)),
         ("--load-format", args.load_format, ("auto", "gguf", LOAD_FORMAT, "dummy")),
     ):
         if value not in allowed:
             raise GGUFError(
-                f"{args.model}: {option} {value} cannot be combined with a "
+                f"{model}: {option} {value} cannot be combined with a "
                 f"{ARCHITECTURE} GGUF file, whose weights carry their own format; "
                 f"leave {option} out"
             )
@@ -166,5 +194,6 @@ __all__ = [
     "QUANTIZATION",
     "apply_parser_defaults",
     "check_command_line",
+    "check_serve_arguments",
     "resolve_engine_args",
 ]

@@ -431,6 +431,16 @@ def _generation_config(
     }
     if "bos_token_id" in vocabulary.special:
         config["bos_token_id"] = vocabulary.special["bos_token_id"]
+    return config | sampling_defaults(metadata)
+
+
+def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The `general.sampling.*` keys as fields of generation_config.json.
+
+    Raises:
+        GGUFError: a value is out of its range.
+    """
+    config: dict[str, Any] = {}
     for name, (field, low, high) in _SAMPLING.items():
         key = f"general.sampling.{name}"
         value = metadata.get(key)

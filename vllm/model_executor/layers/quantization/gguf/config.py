@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.transformers_utils.gguf.artifacts import load_plan
 from vllm.transformers_utils.gguf.ggml_types import GGMLType
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -47,7 +48,7 @@ class GGUFConfig(QuantizationConfig):
 
     `types` maps Hugging Face module names, such as `model.layers.3.self_attn.o_proj`
     or `model.layers.3.mlp.experts.up_proj` (all experts), to the type of their blocks.
-    In the engine it is filled from the model's config. Layers that fuse modules keep
+    In the engine it is filled from the model's GGUF file. Layers that fuse modules keep
     blocks if at least one of these is quantized; a float module beside it is then kept
     as the raw bytes of its type.
     """
@@ -82,16 +83,16 @@ class GGUFConfig(QuantizationConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
-        """Take the types from the file that the model's config names."""
+        """Take the types from the file that the model directory was made from.
+
+        Raises GGUFError if `model_name` is not such a directory.
+        """
         if hf_config is None:
             raise ValueError(
                 f"{model_name}: quantization gguf_native needs the model's config to "
-                "find the GGUF file; this vLLM release did not pass it."
+                "check its sizes; this vLLM release did not pass it."
             )
-        # Imported here: the plan reads files and is needed in the engine only.
-        from vllm.transformers_utils.gguf.plan import block_types
-
-        self.types = dict(block_types(hf_config))
+        self.types = load_plan(model_name).block_types()
         self._hf_config = hf_config
 
     def keeps_blocks(self, module: str) -> bool:

@@ -35,8 +35,8 @@ def select_positions(
         tile_bytes: bound of the temporary memory of scoring, and of selecting.
 
     Returns:
-        [T, topk] int64, ascending, padded with -1. Equal logits: the lower position
-        wins. NaN logits are never selected.
+        [T, topk] int64, ascending, -1 behind where there are fewer. Equal logits: the
+        lower position wins. NaN logits are never selected; they may leave -1 in front.
     """
     tokens = q.shape[0]
     out = torch.full((tokens, topk), -1, dtype=torch.int64)

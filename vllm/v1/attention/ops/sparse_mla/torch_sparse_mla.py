@@ -28,7 +28,7 @@ def sparse_mla(
 
     Args:
         cache: [num_blocks, block_size, width], any float dtype; may be strided.
-        positions: [T, K] positions within each query's request, in any order;
+        positions: [T, K >= 1] positions within each query's request, in any order;
             negative entries, anywhere, select nothing.
         request_ids: [T] int64, the row of `block_table` of each query.
         block_table: [requests, max_blocks]
@@ -45,7 +45,7 @@ def sparse_mla(
     pairs = max(1, tile_bytes // bytes_per_pair)
     out = torch.empty(tokens, heads, kv_lora_rank, dtype=q.dtype)
     lse = torch.empty(tokens, heads, dtype=torch.float32)
-    step = max(1, pairs // max(1, positions.shape[1]))
+    step = max(1, pairs // positions.shape[1])
     for start in range(0, tokens, step):
         tile = slice(start, min(tokens, start + step))
         chosen = positions[tile]
@@ -59,7 +59,7 @@ def sparse_mla(
 
 def _used_columns(positions: torch.Tensor) -> int:
     used = (positions >= 0).any(0).nonzero()
-    return int(used[-1]) + 1 if len(used) else 0
+    return int(used[-1]) + 1 if len(used) else 1
 
 
 def _attend(
