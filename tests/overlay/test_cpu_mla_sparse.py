@@ -356,6 +356,7 @@ def test_refused_cache_dtypes_are_those_that_the_backend_lacks():
     ],
 )
 def test_limits_are_lifted_for_sparse_mla_only(attributes, sparse):
+    from vllm.config import CompilationMode
     from vllm.platforms.cpu_sparse_mla import lift_mla_limits
 
     config = SimpleNamespace(
@@ -364,6 +365,7 @@ def test_limits_are_lifted_for_sparse_mla_only(attributes, sparse):
         ),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -372,6 +374,7 @@ def test_limits_are_lifted_for_sparse_mla_only(attributes, sparse):
 
 
 def test_context_parallelism_is_refused_by_name():
+    from vllm.config import CompilationMode
     from vllm.platforms.cpu_sparse_mla import lift_mla_limits
 
     config = SimpleNamespace(
@@ -380,6 +383,7 @@ def test_context_parallelism_is_refused_by_name():
         ),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=2, prefill_context_parallel_size=1
         ),
@@ -411,6 +415,15 @@ def test_platform_lifts_mla_limits(config_folder, asked, got):
     assert config.cache_config.enable_prefix_caching
     assert config.scheduler_config.enable_chunked_prefill
     assert config.scheduler_config.max_num_batched_tokens == 256
+
+
+def test_compilation_stays_off(config_folder, monkeypatch):
+    from vllm.config import CompilationMode
+
+    # Otherwise vLLM itself turns compilation off for GLM-5.
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    mode = engine_config(config_folder).compilation_config.mode
+    assert mode == CompilationMode.NONE
 
 
 def test_wrong_options_are_refused_before_the_engine_starts(config_folder):

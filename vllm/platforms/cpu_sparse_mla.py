@@ -4,11 +4,15 @@
 
 from typing import TYPE_CHECKING
 
+from vllm.config import CompilationMode
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger(__name__)
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
@@ -30,7 +34,8 @@ def lift_mla_limits(
     """Exempt sparse MLA from the limits of the dense CPU MLA kernel.
 
     `reference_mla` forces blocks of 16 tokens; without `full_featured` chunked
-    prefill and prefix caching are turned off. CPU_MLA_SPARSE needs neither.
+    prefill and prefix caching are turned off. CPU_MLA_SPARSE needs neither. It does
+    need eager execution: a compiled model would read the top-k buffer too early.
 
     Returns:
         Both flags, changed for sparse MLA models only.
@@ -53,6 +58,12 @@ def lift_mla_limits(
                 f"{option} {size} is not supported by CPU_MLA_SPARSE, the backend of "
                 "sparse MLA models on the CPU. Leave the option out."
             )
+    compilation = vllm_config.compilation_config
+    if compilation.mode != CompilationMode.NONE:
+        logger.warning_once(
+            "CPU_MLA_SPARSE runs without torch.compile; compilation is turned off."
+        )
+        compilation.mode = CompilationMode.NONE
     return False, True
 
 

@@ -22,7 +22,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla_sparse import (
     CPUMLASparseMetadata,
@@ -143,70 +142,35 @@ class CPUIndexer(nn.Module):
         q = torch.cat([q_pe, q[..., self.rope_dim :]], dim=-1)
         k = torch.cat([k_pe.squeeze(1), k[:, self.rope_dim :]], dim=-1)
 
-        torch.ops.vllm.cpu_sparse_attn_indexer(
-            q,
-            k,
-            weights.float() * self.weight_scale,
-            self.topk_indices_buffer,
-            self.topk_tokens,
-            self.k_cache.prefix,
-        )
+        metadata = get_forward_context().attn_metadata
+        # Profiling and warm-up runs have no batch.
+        if isinstance(metadata, dict):
+            self._select(q, k, weights, metadata[self.k_cache.prefix])
         return self.topk_indices_buffer
 
-
-def _cpu_sparse_attn_indexer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    topk_indices_buffer: torch.Tensor,
-    topk: int,
-    cache_name: str,
-) -> None:
-    """Store keys `k` [T, dim], then select positions for queries `q` [T, heads, dim].
-
-    One opaque operation, because a compiled model must not specialize on the batch
-    that was there, or absent, when it was traced.
-    """
-    context = get_forward_context()
-    # Profiling and warm-up runs have no batch.
-    if not isinstance(context.attn_metadata, dict):
-        return
-    metadata: CPUMLASparseMetadata = context.attn_metadata[cache_name]
-    cache = context.no_compile_layers[cache_name].kv_cache
-    num_tokens = metadata.num_actual_tokens
-    write_rows(cache, metadata.slot_mapping, k[:num_tokens])
-    topk_indices_buffer[:num_tokens] = -1
-    starts = metadata.query_start_loc
-    for request, seq_len in enumerate(metadata.seq_lens):
-        start, stop = starts[request], starts[request + 1]
-        if start == stop:
-            continue
-        width = min(topk, seq_len)
-        topk_indices_buffer[start:stop, :width] = select_positions(
-            q[start:stop],
-            weights[start:stop],
-            cache,
-            metadata.block_table[request],
-            first_position=seq_len - (stop - start),
-            topk=width,
-        )
-
-
-def _cpu_sparse_attn_indexer_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    topk_indices_buffer: torch.Tensor,
-    topk: int,
-    cache_name: str,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="cpu_sparse_attn_indexer",
-    op_func=_cpu_sparse_attn_indexer,
-    mutates_args=["topk_indices_buffer"],
-    fake_impl=_cpu_sparse_attn_indexer_fake,
-    dispatch_key="CPU",
-)
+    def _select(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        weights: torch.Tensor,
+        metadata: CPUMLASparseMetadata,
+    ) -> None:
+        num_tokens = metadata.num_actual_tokens
+        cache = self.k_cache.kv_cache
+        write_rows(cache, metadata.slot_mapping, k[:num_tokens])
+        weights = weights.float() * self.weight_scale
+        self.topk_indices_buffer[:num_tokens] = -1
+        starts = metadata.query_start_loc
+        for request, seq_len in enumerate(metadata.seq_lens):
+            start, stop = starts[request], starts[request + 1]
+            if start == stop:
+                continue
+            width = min(self.topk_tokens, seq_len)
+            self.topk_indices_buffer[start:stop, :width] = select_positions(
+                q[start:stop],
+                weights[start:stop],
+                cache,
+                metadata.block_table[request],
+                first_position=seq_len - (stop - start),
+                topk=width,
+            )
