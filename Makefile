@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= cpu
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 SOURCES := $(shell git ls-files vfork edits vllm upstream.toml pyproject.toml)

@@ -73,7 +73,7 @@ class TinySpec:
     expert_ff: int = 256
     expert_scale: float = 2.5
     # Fewer heads make exact ties: a key that no head likes scores 0, once in 2**heads.
-    index_heads: int = 16
+    index_heads: int = 32
     index_dim: int = 128
     rope_theta: float = 1e6
     eps: float = 1e-5

@@ -3,16 +3,30 @@
 """Settings of all tests, made before torch is imported.
 
 Modules of `examples/` can be imported by their own names. One thread per process: the
-models are tiny, and threads that wait for each other cost more than they bring.
+models are tiny, and threads that wait for each other cost more than they bring. vLLM
+must not bind its threads either, or the engines of all processes share one core.
 """
 
 import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
+
+# Tests of one file share servers and engines, so one worker runs them all. The tests of
+# these files each start an engine of their own.
+SPREAD = ("test_gguf_engine",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem not in SPREAD:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

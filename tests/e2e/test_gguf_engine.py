@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.helpers.hf_reference import HfReference
+from tests.helpers.tiny_prompts import STEPS, make_prompts
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm import LLM, SamplingParams
 
-LENGTHS = (1, 5, 63, 64, 65, 150, 300, 411)
-TYPES = ["F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K"]
-TYPES += ["Q3_K", "IQ4_XS", "IQ3_XXS", "IQ2_XS", "MXFP4", "mixed"]
+SEEDS_PLACEHOLDER
 LAYOUTS = {
     "shards": {"shards": 3},
     "tensorless-first-shard": {"shards": 3, "tensorless_first_shard": True},
@@ -37,11 +35,6 @@ LAYOUTS = {
     "shared-duplicates": {"shared_indexers": "duplicates"},
     "shared-mtp": {"shared_indexers": "absent", "mtp": True},
 }
-
-
-def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, 480, length).tolist() for length in lengths]
 
 
 @contextmanager
@@ -79,17 +72,17 @@ def cached_tokens(llm: LLM, prompt: list[int]) -> int:
     return output.num_cached_tokens or 0
 
 
-@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("weight_type", SEEDS)
 def test_tokens_equal_transformers(weight_type: str, tmp_path: Path) -> None:
-    spec = TinySpec(weight_type=weight_type)
+    spec = TinySpec(weight_type=weight_type, seed=SEEDS[weight_type])
     model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
     prompts = make_prompts()
     reference = HfReference(model)
-    expected = [reference.generate(prompt, 48) for prompt in prompts]
+    expected = [reference.generate(prompt, STEPS) for prompt in prompts]
     with engine(model) as llm:
-        assert greedy(llm, prompts, 48) == expected
+        assert greedy(llm, prompts, STEPS) == expected
         assert cached_tokens(llm, prompts[-1]) >= 384
-        assert greedy(llm, prompts, 48) == expected, "with cached prefixes"
+        assert greedy(llm, prompts, STEPS) == expected, "with cached prefixes"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,7 +102,7 @@ def test_every_layout_of_the_file_gives_the_same_model(
 def test_tokens_equal_transformers_on_raw_blocks(
     weight_type: str, tmp_path: Path
 ) -> None:
-    spec = TinySpec(weight_type=weight_type)
+    spec = TinySpec(weight_type=weight_type, seed=SEEDS[weight_type])
     model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
     prompts = make_prompts((5, 65, 150))
     reference = HfReference(model)

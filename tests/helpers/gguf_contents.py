@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGUFReader
+
 from tests.helpers.gguf_writer import KIND_IDS, Tensor, Typed
 
 _KINDS = {number: kind for kind, number in KIND_IDS.items()}
