@@ -26,7 +26,8 @@ demo: $(FORK)
 test: $(FORK) $(TESTS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/.lint-requirements
+# mypy follows imports into the installed release.
+lint: $(FORK) $(VENV)/.lint-requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -54,7 +55,7 @@ $(TESTS): requirements/test.txt $(FORK)
 	$(BIN)/python -m pip install -r requirements/test.txt
 	@touch $@
 
-$(VENV)/.lint-requirements: requirements/lint.txt $(BIN)/python
+$(VENV)/.lint-requirements: requirements/lint.txt $(FORK)
 	$(BIN)/python -m pip install -r requirements/lint.txt
 	@touch $@
 
