@@ -65,8 +65,8 @@ def rewrite_metadata(
 ) -> bytes:
     """The release's METADATA as the fork's; license paths are below `licenses/`.
 
-    Authors, classifiers, extras and the description stay. Links are marked as
-    upstream's and its maintainer goes, so that nobody takes fork bugs there.
+    Author names, classifiers, extras and the description stay. Links are marked as
+    upstream's; its maintainer and addresses go, so that nobody takes fork bugs there.
     """
     head, blank, body = data.partition(b"\n\n")
     headers = _parse(head.decode("utf-8"))
@@ -82,7 +82,9 @@ def rewrite_metadata(
                 changed.append((key, summary + "GLM-5 (glm-dsa) GGUF files"))
             case "project-url":
                 changed.append((key, f"Upstream {value}"))
-            case "maintainer" | "maintainer-email" | "home-page" | "requires-dist":
+            case "author-email" | "maintainer" | "maintainer-email":
+                continue
+            case "home-page" | "requires-dist":
                 continue
             case _:
                 changed.append((key, value))

@@ -19,13 +19,15 @@ _METADATA = "PKG-INFO"
 def build_sdist(root: Path, version: str, out_dir: Path) -> Path:
     """Writes `vllm-<version>.tar.gz` to `out_dir` and returns its path.
 
-    Works in a clone and in an unpacked source distribution, and gives the same bytes
-    for the same files. Raises VforkError VF510 if the files cannot be listed.
+    Makes `out_dir` if need be. Works in a clone and in an unpacked source
+    distribution, and gives the same bytes for the same files. Raises VforkError VF510
+    if the files cannot be listed.
     """
     names = source_files(root)
     top = f"{NAME}-{version}"
     target = out_dir / f"{top}.tar.gz"
     unfinished = target.with_name(target.name + ".part")
+    out_dir.mkdir(parents=True, exist_ok=True)
     with (
         unfinished.open("wb") as file,
         gzip.GzipFile("", "wb", mtime=source_date(), fileobj=file) as stream,

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """The build number in the fork's version: commits since the last tag, or in all."""
 
+import functools
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from vfork.pin import LABEL
 def build_number(root: Path) -> int:
     """The build number of a clone (local changes do not count) or an unpacked sdist.
 
+    A shallow clone gives a warning on stderr, as it can lack commits that count.
     Raises VforkError VF505 if the directory is neither.
     """
     if (root / ".git").exists():
+        _warn_if_shallow(root)
         return _from_clone(root)
     try:
         metadata = (root / "PKG-INFO").read_text(encoding="utf-8")
@@ -43,6 +47,18 @@ def _from_clone(root: Path) -> int:
     except LookupError as error:
         raise _unreadable(root, str(error)) from error
     return int(version.partition("+")[0])
+
+
+@functools.cache  # a build asks for its number more than once
+def _warn_if_shallow(root: Path) -> None:
+    shallow = _git(root, "rev-parse", "--is-shallow-repository")
+    if shallow.stdout.strip() == "true":
+        print(
+            f"warning: {root} is a shallow clone: its build number is too small "
+            "unless it has the last tag, so newer builds can look older; "
+            "`git fetch --unshallow --tags` mends it",
+            file=sys.stderr,
+        )
 
 
 def _distance(version: Any) -> str:

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,24 +18,28 @@ import pytest
 from tests.helpers.hf_reference import HfReference
 from tests.helpers.tiny_prompts import STEPS, make_prompts
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.model_executor.model_loader import gguf_loader
+from vllm.transformers_utils.gguf.errors import GGUFError
+from vllm.transformers_utils.gguf.glm_dsa import read_config
+from vllm.transformers_utils.gguf.reader import open_gguf
 
 # Weight type -> seed, chosen by tools/find_seeds.py.
 SEEDS = {
     "F32": 2,
     "BF16": 0,
-    "F16": 0,
+    "F16": 5,
     "Q8_0": 0,
     "Q4_0": 0,
     "Q4_K": 0,
     "Q5_K": 0,
     "Q6_K": 0,
-    "Q2_K": 0,
-    "Q3_K": 0,
-    "IQ4_XS": 0,
+    "Q2_K": 2,
+    "Q3_K": 1,
+    "IQ4_XS": 1,
     "IQ3_XXS": 0,
     "IQ2_XS": 0,
-    "MXFP4": 0,
+    "MXFP4": 9,
     "mixed": 0,
 }
 LAYOUTS = {
@@ -64,6 +69,7 @@ def engine(model: Path, **options: Any) -> Iterator[LLM]:
             "max_model_len": 1024,
             "max_num_batched_tokens": 128,
             "kv_cache_memory_bytes": 64 << 20,
+            "disable_log_stats": False,
             **options,
         },
     )
@@ -126,3 +132,51 @@ def test_tokens_equal_transformers_on_raw_blocks(
     expected = [reference.generate(prompt, 16) for prompt in prompts]
     with engine(model, quantization="gguf_native") as llm:
         assert greedy(llm, prompts, 16) == expected
+
+
+def test_speculation_with_the_mtp_block_keeps_the_tokens(tmp_path: Path) -> None:
+    spec = TinySpec(weight_type="F32", seed=SEEDS["F32"], mtp=True)
+    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
+    prompts = make_prompts((5, 65, 150))
+    reference = HfReference(model)
+    expected = [reference.generate(prompt, 24) for prompt in prompts]
+    speculation = {"method": "mtp", "num_speculative_tokens": 2}
+    with engine(model, speculative_config=speculation) as llm:
+        assert greedy(llm, prompts, 24) == expected
+        assert drafted_tokens(llm) > 0
+
+
+def drafted_tokens(llm: LLM) -> int:
+    name = "vllm:spec_decode_num_draft_tokens"
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supp"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "--quantization gguf_native",
+        ),
+    ],
+    ids=["pipeline", "experts"],
+)
+def test_parallelism_that_the_cpu_lacks_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", TinySpec())[0]
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(model), **options).create_engine_config()
+
+
+def test_stage_that_needs_the_selection_of_another_is_refused(tmp_path: Path) -> None:
+    spec = TinySpec(shared_indexers="absent")
+    with open_gguf(write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]) as file:
+        config = read_config(file)
+    shared = config.indexer_full.index(False)
+    stage = SimpleNamespace(model=SimpleNamespace(start_layer=shared))
+    with pytest.raises(GGUFError, match=f"begins at layer {shared}.* VLLM_PP_LAYER"):
+        gguf_loader._check_stage(stage, config)
+    stage.model.start_layer = 1
+    gguf_loader._check_stage(stage, config)

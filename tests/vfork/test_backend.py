@@ -138,12 +138,15 @@ def test_sdist_holds_what_git_tracks_and_pkg_info(source: Path, tmp_path: Path) 
     assert {n for n, m in members.items() if m.mode & 0o111} == {".ci/run"}
 
 
+def test_sdist_makes_its_directory(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "dist"
+    assert (out / backend.build_sdist(str(out))).is_file()
+
+
 def test_sdist_again_and_from_the_unpacked_sdist_is_the_same(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outs = [tmp_path / name for name in ("first", "second", "third")]
-    for out in outs:
-        out.mkdir()
     name = backend.build_sdist(str(outs[0]))
     os.utime(source / "NOTICE", (1_900_000_000, 1_900_000_000))
     backend.build_sdist(str(outs[1]))

@@ -98,6 +98,16 @@ def test_metadata_is_ours_where_it_must_be_and_the_releases_elsewhere() -> None:
     assert headers.get_payload() == source.partition(b"\n\n")[2].decode()
 
 
+def test_author_stays_without_an_address() -> None:
+    source = (
+        b"Name: a\nVersion: 1\nAuthor: A Team\nAuthor-email: Someone <a@example.org>\n"
+        b"Maintainer: Someone\nRequires-Dist: torchaudio\n\nText.\n"
+    )
+    headers = message_from_bytes(rewrite_metadata(source, BASE, "2", []))
+    assert headers["Author"] == "A Team"
+    assert not {"Author-email", "Maintainer"} & {*headers.keys()}
+
+
 def test_folded_header_survives() -> None:
     source = (
         b"Name: a\nVersion: 1\nLicense: one\n        two\nRequires-Dist: torchaudio\n"

@@ -58,6 +58,29 @@ def test_without_setuptools_scm_git_gives_the_same(
     assert build_number(clone) == 5
 
 
+@pytest.mark.parametrize("scm", [True, False], ids=["setuptools-scm", "git"])
+@pytest.mark.filterwarnings("ignore:.*is shallow")
+def test_shallow_clone_gives_a_warning(
+    clone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scm: bool,
+) -> None:
+    if not scm:
+        monkeypatch.setitem(sys.modules, "setuptools_scm", None)
+    commits(clone, 5)
+    assert build_number(clone) == 5
+    assert capsys.readouterr().err == ""
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "-q", "--depth=2", clone.as_uri(), str(shallow))
+    assert build_number(shallow) == build_number(shallow) == 2
+    message = capsys.readouterr().err
+    assert message.count(f"warning: {shallow} is a shallow clone") == 1
+    git(shallow, *message.partition("`git ")[2].partition("`")[0].split())
+    assert build_number(shallow) == 5
+
+
 def test_source_distribution_knows_its_number(tmp_path: Path) -> None:
     text = "Metadata-Version: 2.4\nName: vllm\nVersion: 0.32.0+glmdsa.12.cpu\n"
     write(tmp_path, {"PKG-INFO": text})

@@ -48,16 +48,7 @@ def lift_mla_limits(
     _check_choice(
         vllm_config.attention_config.backend, vllm_config.cache_config.cache_dtype
     )
-    parallel = vllm_config.parallel_config
-    for option, size in (
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
-        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
-    ):
-        if size > 1:
-            raise ValueError(
-                f"{option} {size} is not supported by CPU_MLA_SPARSE, the backend of "
-                "sparse MLA models on the CPU. Leave the option out."
-            )
+    _check_parallel(vllm_config)
     compilation = vllm_config.compilation_config
     if compilation.mode != CompilationMode.NONE:
         logger.warning_once(
@@ -73,6 +64,28 @@ def sparse_mla_backend(
     """The class path of CPU_MLA_SPARSE; ValueError if something else was asked for."""
     _check_choice(selected, selector_config.kv_cache_dtype)
     return AttentionBackendEnum["CPU_MLA_SPARSE"].get_path()
+
+
+def _check_parallel(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    for option, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"{option} {size} is not supported by CPU_MLA_SPARSE, the backend of "
+                "sparse MLA models on the CPU. Leave the option out."
+            )
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    plain = vllm_config.model_config.quantization is None
+    if parallel.enable_expert_parallel and ranks > 1 and plain:
+        raise ValueError(
+            "--enable-expert-parallel crashes the CPU kernel of the release for "
+            "unquantized experts. Leave the option out, or keep the blocks of a "
+            "quantized GGUF file with --quantization gguf_native."
+        )
 
 
 def _check_choice(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
-from vllm.transformers_utils.gguf import serving
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.gguf import artifacts, serving
 from vllm.transformers_utils.gguf.artifacts import gguf_path, load_plan, prepare_model
 from vllm.transformers_utils.gguf.errors import GGUFError
 
@@ -36,6 +37,8 @@ def engine_args(model: Path | str, **options: Any) -> SimpleNamespace:
         "config_format": "auto",
         "served_model_name": None,
         "quantization": None,
+        "speculative_config": None,
+        "spec_method": None,
     }
     return SimpleNamespace(**{**defaults, **options})
 
@@ -94,6 +97,42 @@ def test_engine_args_become_a_local_model(tiny: Path, cache: Path) -> None:
     assert args.served_model_name == [str(tiny)]
     assert args.tokenizer is None
     assert args.quantization is None, "the CPU computes on plain weights"
+
+
+def test_tokenizer_is_found_by_the_path_of_the_file(tiny: Path, cache: Path) -> None:
+    tokenizer = get_tokenizer(str(tiny))
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+
+
+@pytest.mark.parametrize("name", [b"\xff.gguf", b"a" * 250 + b".gguf", b"A.GGUF"])
+def test_any_file_name_is_served(name: bytes, tiny: Path, cache: Path) -> None:
+    renamed = tiny.rename(tiny.with_name(os.fsdecode(name)))
+    args = engine_args(renamed)
+    serving.resolve_engine_args(args)
+    assert gguf_path(args.model) == renamed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculative_config": {"method": "mtp"}}, {"spec_method": "mtp"}],
+    ids=["config", "option"],
+)
+def test_mtp_needs_the_block_in_the_file(
+    options: dict[str, Any], tiny: Path, cache: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(GGUFError, match="needs the MTP block"):
+        serving.resolve_engine_args(engine_args(tiny, **options))
+    spec = TinySpec(weight_type="Q8_0", mtp=True)
+    with_block = write_tiny_glm_dsa(tmp_path / "mtp.gguf", spec)[0]
+    serving.resolve_engine_args(engine_args(with_block, **options))
+
+
+def test_directory_of_another_release_is_not_reused(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_model(tiny, cache).directory
+    monkeypatch.setattr(artifacts, "__version__", "another")
+    assert prepare_model(tiny, cache).directory != first
 
 
 def test_options_of_the_user_stay(tiny: Path, cache: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -145,12 +146,48 @@ def test_the_content_format_is_still_detected(tmp_path, model):
 def test_what_templates_may_use_works(tmp_path):
     template = (
         "{%- generation %}{{ messages[0]['content'] }}{% endgeneration -%}"
-        "{%- for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}"
+        "{%- for x in [1, 2, 3, 4] %}{% if x == 2 %}{% continue %}{% endif %}"
+        "{% if x == 4 %}{% break %}{% endif %}{{ x }}"
         "{%- endfor %} {{ {'a': 'é<'} | tojson(indent=1) }} {{ bos_token }}"
         " {{ strftime_now('%Y') | length }} {{ [1, 2] | pprint }}"
     )
     text = Model(tmp_path, template).chat([{"role": "user", "content": "hi"}])
     assert text == 'hi13 {\n "a": "é<"\n} [gMASK] 4 [1, 2]'
+
+
+# Each of Jinja's filters once, and other places where it or Python imports lazily.
+EXPRESSIONS = r"""
+-1 | abs; 'a' | attr('x') is defined; [1, 2] | batch(1) | list; 'ab' | capitalize
+'a' | center(9); [1] | count; x | d('e'); x | default('e'); {'b': 1} | dictsort
+'<' | e; '<' | escape; 5000 | filesizeformat; [1] | first; '1.5' | float
+'<' | forceescape; '%s' | format(1); documents | groupby('title') | length
+'a\nb' | indent; '7' | int; {'b': 1} | items | list; [1, 2] | join(','); [1] | last
+'abc' | length; 'ab' | list; 'Ab' | lower; [1] | map('string') | list; [1, 2] | max
+[1, 2] | min; [1] | pprint; [1] | random; [0, 1] | reject | list
+documents | rejectattr('title') | list; 'ab' | replace('a', 'c'); 'ab' | reverse
+1.26 | round(1); 'a' | safe; [0, 1] | select | list
+documents | selectattr('title') | list; [1, 2] | slice(1) | list; [2, 1] | sort
+1 | string; '<b>a</b> &amp;' | striptags; [1, 2] | sum; 'ab cd' | title
+{'a': ['é<']} | tojson(indent=2); ' a ' | trim; ('a b ' * 9) | truncate(9)
+[1, 1] | unique | list; 'a' | upper; 'a b' | urlencode; 'see www.example.org' | urlize
+'a b' | wordcount; 'a long line of words' | wordwrap(6); {'a': 1} | xmlattr
+lipsum(n=1) | length > 9; '\N{BULLET}'; strftime_now('%A %x') | length > 9
+cycler(1).next(); joiner(',')(); namespace(a=1).a; dict(a=1); range(3) | list
+"""
+
+
+def test_every_filter_works_as_in_transformers(tmp_path, model):
+    expressions = [e for e in re.split(r";\s|\n", EXPRESSIONS) if e]
+    used = {name for e in expressions for name in re.findall(r"\| (\w+)", e)}
+    assert used == {*chat_template.chat_template_worker.syntax().filters}
+    template = "".join(f"{{{{ {e} }}}}\n" for e in expressions)
+    documents = [{"title": "A", "text": "a"}, {"title": "B", "text": "b"}]
+    isolated, trusted = tmp_path / "isolated", tmp_path / "trusted"
+    isolated.mkdir(), trusted.mkdir()
+    text = Model(isolated, template).chat(documents=documents)
+    other = Model(trusted, template + "\n", gguf=False)
+    assert text.splitlines() == other.chat(documents=documents).splitlines()
+    assert isinstance(hf_compile(template), chat_template.IsolatedTemplate)
 
 
 REFUSED = {
@@ -260,6 +297,46 @@ def test_rendering_works_again_after_a_template_was_stopped(
     with pytest.raises(Exception, match="was stopped"):
         Model(hostile, ENDLESS["nested loops"]).chat()
     assert model.chat() == expected
+
+
+def test_a_worker_that_was_killed_is_replaced(model):
+    expected = model.chat()
+    for _ in range(20):
+        process = chat_template._worker._process
+        assert process is not None
+        process.kill()
+        assert model.chat() == expected
+
+
+def test_a_worker_killed_while_it_renders_is_no_timeout(tmp_path, model):
+    model.chat()
+    process = chat_template._worker._process
+    assert process is not None
+    endless = tmp_path / "endless"
+    endless.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        render = pool.submit(Model(endless, ENDLESS["constant power"]).chat)
+        time.sleep(1)
+        process.kill()
+        error = render.exception(timeout=5)
+    assert error is not None and status_of(error) == HTTPStatus.BAD_REQUEST
+    assert "died" in str(error) and " s." not in str(error)
+    assert chat_template._worker._process is process, "the template ran a second time"
+
+
+def test_a_worker_that_cannot_start_is_no_endless_retry(tmp_path, model, monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        return popen([sys.executable, "-c", "raise SystemExit"], **options)
+
+    monkeypatch.setattr(chat_template, "_worker", chat_template._Worker())
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(Exception, match="died"):
+        model.chat()
+    assert len(started) == 2
 
 
 def test_renders_from_several_threads_do_not_mix(model):

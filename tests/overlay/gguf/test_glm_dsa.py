@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -64,7 +65,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_real_header_gives_the_published_configuration(
     real: list[Path], tmp_path: Path
 ) -> None:
-    # The data of the header is a hole: equal k_norms, so all but layer 0 share.
+    # The data of the header is a hole: norms of zeros, which tell nothing.
     fields = hf_config(config_of(real[3]))
     expected = {
         "num_hidden_layers": 78,
@@ -93,7 +94,7 @@ def test_real_header_gives_the_published_configuration(
         "vocab_size": 154880,
         "eos_token_id": [154820, 154827, 154829],
         "dtype": "bfloat16",
-        "index_topk_pattern": "F" + "S" * 77,
+        "index_topk_pattern": REAL_PATTERN,
     }
     assert {key: fields[key] for key in expected} == expected
 
@@ -111,7 +112,7 @@ def test_transformers_reads_the_configuration_back(tiny: Path, tmp_path: Path) -
 def test_real_plan_covers_every_tensor_in_file_order(real: list[Path]) -> None:
     plan = plan_of(real[0])
     taken = {s.name for w in (*plan.main, *plan.mtp) for s in w.sources}
-    surplus = 77 * 5
+    surplus = 57 * 5
     assert len(taken) == 1809 - surplus
     for weights in (plan.main, plan.mtp):
         places = [(w.sources[0].shard, w.sources[0].offset) for w in weights]
@@ -160,6 +161,19 @@ def test_long_context_without_other_signs_means_the_sharing_of_glm_5_2(
     assert "index_topk_pattern" not in hf_config(config_of(short))
 
 
+def test_equal_norms_without_training_do_not_mean_sharing(
+    tiny: Path, tmp_path: Path
+) -> None:
+    ones = np.ones(SMALL["index_dim"], np.float32).tobytes()
+    norms = {
+        name: Tensor(name, (SMALL["index_dim"],), "F32", ones)
+        for layer in range(4)
+        for name in (f"blk.{layer}.indexer.k_norm.{p}" for p in ("weight", "bias"))
+    }
+    path = edit_gguf(tiny, tmp_path / "untrained.gguf", tensors=norms)
+    assert all(config_of(path).indexer_full)
+
+
 def test_first_layer_without_indexer_is_refused(tiny: Path, tmp_path: Path) -> None:
     types = Typed("[bool]", [False, True, True, True])
     path = edit_gguf(
@@ -204,6 +218,7 @@ def _names_of_block(path: Path, block: int) -> list[str]:
         ("expert_gating_func", 3, "expert_gating_func is 3"),
         ("expert_used_count", 9, "expert_used_count is 9"),
         ("expert_weights_norm", 1, "expert_weights_norm.* 1"),
+        ("expert_weights_norm", None, "expert_weights_norm.* missing"),
         ("leading_dense_block_count", 9, "leading_dense_block_count is 9"),
         ("vocab_size", 100, "vocabulary has different sizes"),
         ("attention.indexer.types", Typed("[bool]", [True]), "indexer.types"),

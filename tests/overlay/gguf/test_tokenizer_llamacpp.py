@@ -17,8 +17,6 @@ from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from tiny_vocab import tiny_vocabulary
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 
-pytest.importorskip("xllamacpp", reason="needs the xllamacpp wheel (llama.cpp)")
-
 PARTS = [
     *("the", " there", "'s", "'RE", "1", "22", "4444", "٣", " ", "   ", "\t", "\n"),
     *("\r\n", "\u00a0", "e\u0301", "é", "🍎", "書", "й", "ß", "_", "(){", "!?", "…"),

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.transformers_utils.gguf.artifacts import gguf_path
 from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig
-from vllm.transformers_utils.gguf.plan import LoadPlan, PlannedWeight, make_plan
+from vllm.transformers_utils.gguf.plan import PlannedWeight, make_plan
 from vllm.transformers_utils.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from vllm.transformers_utils.gguf.serving import QUANTIZATION
 
@@ -53,11 +53,18 @@ class GGUFModelLoader(DefaultModelLoader):
                 f"{model_config.model} was not made from a GGUF file; load format "
                 "gguf_native needs a .gguf file as the model"
             )
+        is_draft = model_config.hf_config.model_type != "glm_moe_dsa"
         with closing(open_gguf(path)) as file:
             plan = make_plan(file)
-            loaded = model.load_weights(self._weights(file, plan, model_config))
+            if not is_draft:
+                _check_stage(model, plan.config)
+            weights = plan.mtp if is_draft else plan.main
+            reader = self._reader(file, plan.config, model_config)
+            loaded = model.load_weights(self._read(reader, weights, file))
         missing = sorted(
-            name for name, _ in model.named_parameters() if name not in loaded
+            name
+            for name, _ in model.named_parameters()
+            if name not in loaded and not (is_draft and _is_shared(name))
         )
         if missing:
             raise GGUFError(
@@ -66,18 +73,23 @@ class GGUFModelLoader(DefaultModelLoader):
                 "its modules differently from what the load plan expects"
             )
 
-    def _weights(
-        self, file: GGUFFile, plan: LoadPlan, model_config: ModelConfig
-    ) -> Iterator[NamedTensor]:
-        is_draft = model_config.hf_config.model_type != "glm_moe_dsa"
-        weights = plan.mtp if is_draft else plan.main
-        reader = _WeightReader(
+    def _reader(
+        self, file: GGUFFile, config: GlmDsaConfig, model_config: ModelConfig
+    ) -> "_WeightReader":
+        return _WeightReader(
             file,
-            plan.config,
+            config,
             dtype=model_config.dtype,
             keep_blocks=model_config.quantization == QUANTIZATION,
             is_local=self._is_local_expert,
         )
+
+    def _read(
+        self,
+        reader: "_WeightReader",
+        weights: tuple[PlannedWeight, ...],
+        file: GGUFFile,
+    ) -> Iterator[NamedTensor]:
         total = sum(info.nbytes for weight in weights for info in weight.sources)
         progress = tqdm(
             total=total,
@@ -95,6 +107,26 @@ class GGUFModelLoader(DefaultModelLoader):
 
     def _is_local_expert(self, expert: int) -> bool:
         return self.local_expert_ids is None or expert in self.local_expert_ids
+
+
+def _is_shared(name: str) -> bool:
+    """Whether a parameter of the MTP draft is replaced by the main model's."""
+    return "embed_tokens." in name or "shared_head.head." in name
+
+
+def _check_stage(model: nn.Module, config: GlmDsaConfig) -> None:
+    """Refuse a pipeline stage whose first layer would reuse another stage's top-k.
+
+    The selection is not sent from stage to stage, so that it would be garbage.
+    """
+    first = getattr(getattr(model, "model", None), "start_layer", 0)
+    if first < config.num_hidden_layers and not config.indexer_full[first]:
+        full = [i for i in range(config.num_hidden_layers) if config.indexer_full[i]]
+        raise GGUFError(
+            f"this pipeline stage begins at layer {first}, which shares the top-k of a "
+            "layer in the stage before; let each stage begin at one of the layers "
+            f"{full}: see VLLM_PP_LAYER_PARTITION"
+        )
 
 
 class _WeightReader:

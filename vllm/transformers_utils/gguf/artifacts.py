@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm._version import __version__
 from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig, hf_config
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan
@@ -39,7 +40,8 @@ def prepare_model(
 ) -> PreparedModel:
     """Check the GGUF file at `path` and write its model directory under `cache`.
 
-    An existing directory of the same file (by path, size and time) is reused. Any
+    An existing directory of the same file (by path, size and time) and the same
+    version of this package is reused. Any
     shard of a split file may be named. With `own_tokenizer` the user gives another
     tokenizer, so that one in the file that cannot be rebuilt is left out. Raises
     GGUFError for a file that cannot be served or a cache that cannot be written.
@@ -49,7 +51,9 @@ def prepare_model(
         contents = hf_config(config)
         fingerprint = _fingerprint(file, contents)
         suffix = "-own-tokenizer" if own_tokenizer else ""
-        name = f"{file.paths[0].stem}-{fingerprint}{suffix}"
+        # Enough of the name to be recognized, in characters that any system takes.
+        stem = file.paths[0].stem[:64].encode("utf-8", "replace").decode()
+        name = f"{stem}-{fingerprint}{suffix}"
         directory = Path(cache) / "gguf" / name
         if not (directory / POINTER).is_file():
             try:
@@ -58,7 +62,7 @@ def prepare_model(
                 raise GGUFError(f"{file.paths[0]}: {error}") from error
             files["config.json"] = _json(contents)
             # Written last: its presence tells that the directory is complete.
-            files[POINTER] = _json({"path": str(file.paths[0].absolute())})
+            files[POINTER] = json.dumps({"path": str(file.paths[0].absolute())})
             _write_directory(directory, files)
     return PreparedModel(directory, config)
 
@@ -102,7 +106,8 @@ def load_plan(directory: str | Path) -> LoadPlan:
 
 
 def _fingerprint(file: GGUFFile, contents: dict[str, object]) -> str:
-    digest = hashlib.sha256(f"{_FORMAT}\n{_json(contents)}".encode())
+    made_by = f"{_FORMAT}\n{__version__}\n{_json(contents)}"
+    digest = hashlib.sha256(made_by.encode())
     for path in file.paths:
         status = path.stat()
         identity = f"{path.absolute()}\n{status.st_size}\n{status.st_mtime_ns}\n"

@@ -23,9 +23,6 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vllm.transformers_utils.gguf import chat_template_worker
 from vllm.transformers_utils.gguf.artifacts import POINTER
@@ -95,7 +92,7 @@ def template_variables(template: str) -> frozenset[str]:
 
     if reason := _isolated[template]:
         raise VLLMValidationError(reason)
-    names = _parser().parse(template).find_all(nodes.Name)
+    names = chat_template_worker.syntax().parse(template).find_all(nodes.Name)
     return frozenset(name.name for name in names if name.ctx == "load")
 
 
@@ -125,7 +122,7 @@ def check_template(template: str) -> None:
     """
     prefix = "The model's chat template"
     try:
-        tree = _parser().parse(template)
+        tree = chat_template_worker.syntax().parse(template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ChatTemplateError(f"{prefix} cannot be parsed: {error}") from error
     size = macros = 0
@@ -171,20 +168,6 @@ def _variable(node: nodes.Node | None) -> str | None:
     return node.name if isinstance(node, nodes.Name) else None
 
 
-def _parser() -> jinja2.Environment:
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-
-
-class _Generation(Extension):
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _redirect_transformers() -> None:
     """Let transformers' compile function return isolated templates for these texts.
 
@@ -217,7 +200,7 @@ class IsolatedTemplate:
         if reason := _isolated[source]:
             raise ChatTemplateError(reason)
         self._source = source
-        self.environment = _parser()
+        self.environment = chat_template_worker.syntax()
 
     def render(self, /, **variables: Any) -> str:
         """Raises ChatTemplateError: what the template raised, or the limit it hit."""
@@ -237,6 +220,10 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+class _NotBegun(ChatTemplateError):
+    """The worker process died before it had read the request."""
+
+
 class _Worker:
     """The worker process: started by the first render, and again after it died."""
 
@@ -247,36 +234,43 @@ class _Worker:
 
     def render(self, request: bytes) -> str:
         with self._lock:
-            answer = self._exchange(request)
-        if answer is None:
-            raise ChatTemplateError(
-                "The model's chat template was stopped: rendering took more than "
-                f"{RENDER_SECONDS} s or {MEMORY_BYTES >> 30} GiB. Give another one "
-                "with --chat-template."
-            )
+            try:
+                answer = self._exchange(request)
+            except _NotBegun:
+                # Something ended it since the last render, such as the kernel for
+                # want of memory: not the fault of this template.
+                answer = self._exchange(request)
         if "text" not in answer:
             raise ChatTemplateError(str(answer.get("error")))
         return str(answer["text"])
 
-    def _exchange(self, request: bytes) -> dict[str, Any] | None:
-        """The answer; None if the process had to be stopped or died."""
+    def _exchange(self, request: bytes) -> dict[str, Any]:
+        """The answer. Raises ChatTemplateError if the process was stopped or died."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(RENDER_SECONDS, process.kill)
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(RENDER_SECONDS, stop)
         timer.start()
         length = chat_template_worker.LENGTH
+        begun = False
         try:
             process.stdin.write(length.pack(len(request)) + request)
             process.stdin.flush()
+            begun = process.stdout.read(1) == chat_template_worker.BEGUN
             size = length.unpack(process.stdout.read(length.size))[0]
             # JSON spells a character in at most 12.
             answer = process.stdout.read(min(size, 12 * MAX_CHARS + 4096))
             result: dict[str, Any] = json.loads(answer)
             return result
-        except (OSError, ValueError, struct.error):
+        except (OSError, ValueError, struct.error) as error:
             process.kill()
             process.wait()
-            return None
+            raise _stopped(late.is_set(), begun) from error
         finally:
             timer.cancel()
 
@@ -297,6 +291,20 @@ class _Worker:
             )
             self._owner = os.getpid()
         return self._process
+
+
+def _stopped(late: bool, begun: bool) -> ChatTemplateError:
+    if late:
+        return ChatTemplateError(
+            "The model's chat template was stopped: rendering took more than "
+            f"{RENDER_SECONDS} s. Give another one with --chat-template."
+        )
+    text = (
+        "The process that renders the model's chat template died: it went beyond "
+        f"{MEMORY_BYTES >> 30} GiB, or something killed it. If it does so again, give "
+        "another template with --chat-template."
+    )
+    return ChatTemplateError(text) if begun else _NotBegun(text)
 
 
 _worker = _Worker()

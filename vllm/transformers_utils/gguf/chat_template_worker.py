@@ -6,19 +6,31 @@
 
 MODULES is the directory that jinja2 is imported from. Each message on stdin and stdout
 is a length (4 bytes, little-endian) and a JSON object: {"template", "variables"} asks,
-{"text"} or {"error"} answers. The process gives itself limits of memory and CPU time
-and can open no file, so a template has neither the server's memory nor its rights.
+{"text"} or {"error"} answers, after one byte that says the request was read. The
+process gives itself limits of memory and CPU time and can open no file, so a template
+has neither the server's memory nor its rights.
 """
 
+from __future__ import annotations
+
+import importlib
 import json
 import resource
 import struct
 import sys
 import time
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    # Found at run time only after main() has set the path.
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct("<I")
+BEGUN = b"!"
+"""Comes before each answer, as soon as the request has been read."""
 
 
 def main() -> None:
@@ -29,26 +41,16 @@ def main() -> None:
     cache: dict[str, Any] = {}
     while (request := _read(sys.stdin.buffer)) is not None:
         _limit_cpu(seconds)
+        _write(BEGUN)
         answer = _answer(environment, cache, request, max_chars)
         data = json.dumps(answer).encode()
-        sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
-        sys.stdout.buffer.flush()
+        _write(LENGTH.pack(len(data)) + data)
 
 
-def _environment() -> Any:
-    """The environment that chat templates are written for, as in transformers."""
-    import pprint
-    import random
-    from datetime import datetime
-
-    import jinja2
+def syntax() -> ImmutableSandboxedEnvironment:
+    """An environment that parses chat templates as transformers does."""
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    # Imported by filters when they run, when no file can be opened any more.
-    del pprint, random
 
     class GenerationBlock(Extension):
         """`generation` blocks mark text for training; here they are plain text."""
@@ -58,6 +60,24 @@ def _environment() -> Any:
         def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, loopcontrols],
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """`syntax()` with what chat templates may call, as in transformers."""
+    from datetime import datetime
+
+    import jinja2
+
+    # Jinja, markupsafe and Python's escapes import these when a template first needs
+    # them, when no file can be opened any more.
+    for name in ("html", "jinja2.constants", "pprint", "textwrap", "unicodedata"):
+        importlib.import_module(name)
 
     def tojson(
         value: Any,
@@ -80,11 +100,7 @@ def _environment() -> Any:
     def strftime_now(form: str) -> str:
         return datetime.now().strftime(form)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationBlock, loopcontrols],
-    )
+    environment = syntax()
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
@@ -118,6 +134,11 @@ def _read(stream: BinaryIO) -> dict[str, Any] | None:
         return None
     message: dict[str, Any] = json.loads(stream.read(LENGTH.unpack(head)[0]))
     return message
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def _answer(

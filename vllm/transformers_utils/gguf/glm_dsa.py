@@ -267,7 +267,7 @@ def _expert_fields(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     used = keys.count("expert_used_count")
     if used > experts:
         raise keys.error("expert_used_count", used, f"at most the {experts} experts")
-    norm = file.get(f"{ARCHITECTURE}.expert_weights_norm", bool, True)
+    norm = file.get(f"{ARCHITECTURE}.expert_weights_norm", bool)
     groups = keys.count("expert_group_count", 1)
     groups_used = keys.count("expert_group_used_count", 1)
     if experts % groups or groups_used > groups:
@@ -356,12 +356,17 @@ def _indexer_table(
         table = _measured_table(file, hidden)
         if all(table) and context >= _SHARED_CONTEXT and hidden == _SHARED_LAYERS:
             table = tuple(i < 3 or i % 4 == 2 for i in range(hidden))
+        logger.info("%s: layers with an indexer: %s", keys.where, _describe(table))
     if not table[0]:
         raise GGUFError(
             f"{keys.where}: layer 0 has no indexer of its own "
             "(blk.0.indexer.* or indexer.types), but no earlier layer to share from"
         )
     return table
+
+
+def _describe(table: tuple[bool, ...]) -> str:
+    return "all" if all(table) else str([i for i, full in enumerate(table) if full])
 
 
 def _declared_table(keys: _Keys, declared: Any, hidden: int) -> tuple[bool, ...]:
@@ -390,8 +395,13 @@ def _measured_table(file: GGUFFile, hidden: int) -> tuple[bool, ...]:
         names = [f"blk.{layer}.{part}" for part in INDEXER_TENSORS]
         tensors = [file.tensors.get(name) for name in names]
         norm = [bytes(file.data(tensor)) for tensor in tensors[:2] if tensor]
-        full = any(tensors) and norm != last
-        table.append(full)
-        if full:
+        copied = norm == last and not all(map(_is_constant, norm))
+        table.append(any(tensors) and not copied)
+        if table[-1]:
             last = norm
     return tuple(table)
+
+
+def _is_constant(data: bytes) -> bool:
+    """Whether all float32 values are equal, as in an untrained norm."""
+    return data == data[:4] * (len(data) // 4)

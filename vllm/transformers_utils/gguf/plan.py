@@ -247,7 +247,7 @@ class _Builder:
 
     def mtp_head(self, layer: int) -> Iterator[PlannedWeight]:
         """The tensors that only an MTP block has."""
-        config, hidden = self._config, self._config.hidden_size
+        hidden = self._config.hidden_size
         blk, module = f"blk.{layer}.nextn.", f"model.layers.{layer}."
         yield self._plain(
             f"{blk}eh_proj.weight", f"{module}eh_proj", (2 * hidden, hidden)
@@ -258,15 +258,10 @@ class _Builder:
             ("shared_head_norm", "shared_head.norm"),
         ):
             yield self._plain(f"{blk}{tensor}.weight", f"{module}{target}", (hidden,))
-        for tensor, target in (
-            ("embed_tokens", "embed_tokens"),
-            ("shared_head_head", "shared_head.head"),
-        ):
-            if f"{blk}{tensor}.weight" in self._file.tensors:
-                matrix = (hidden, config.vocab_size)
-                yield self._plain(
-                    f"{blk}{tensor}.weight", f"{module}{target}", matrix, True
-                )
+        # Copies of the main model's embedding and head; vLLM shares those.
+        self._known.update(
+            f"{blk}{tensor}.weight" for tensor in ("embed_tokens", "shared_head_head")
+        )
 
     def check_all_known(self) -> None:
         """Raise if the file has tensors that the model would silently ignore."""

@@ -6,6 +6,7 @@ Each public function is called from one edited line of the release.
 """
 
 import argparse
+import logging
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,9 @@ from typing import Any
 
 from vllm.transformers_utils.gguf.artifacts import prepare_model
 from vllm.transformers_utils.gguf.errors import GGUFError
-from vllm.transformers_utils.gguf.glm_dsa import ARCHITECTURE
+from vllm.transformers_utils.gguf.glm_dsa import ARCHITECTURE, GlmDsaConfig
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "gguf_native"
 QUANTIZATION = "gguf_native"
@@ -86,6 +89,8 @@ def resolve_engine_args(args: Any) -> None:
     if args.tokenizer == model:
         args.tokenizer = None
     prepared = prepare_model(model, _cache_root(), own_tokenizer=bool(args.tokenizer))
+    _check_speculation(model, args, prepared.config)
+    logger.info("%s is served from %s", model, prepared.directory)
     args.model = str(prepared.directory)
     if args.load_format in ("auto", "gguf"):
         args.load_format = LOAD_FORMAT
@@ -95,6 +100,13 @@ def resolve_engine_args(args: Any) -> None:
         args.served_model_name = [model]
     if args.quantization is None and args.load_format == LOAD_FORMAT:
         args.quantization = _default_quantization()
+
+
+def tokenizer_source(name: str | Path) -> str | Path:
+    """The model directory where `name` is a glm-dsa GGUF file, else `name`."""
+    if not _is_native(str(name)):
+        return name
+    return str(prepare_model(name, _cache_root()).directory)
 
 
 @contextmanager
@@ -118,6 +130,16 @@ def _check_options(model: str, args: Any) -> None:
                 f"{ARCHITECTURE} GGUF file, whose weights carry their own format; "
                 f"leave {option} out"
             )
+
+
+def _check_speculation(model: str, args: Any, config: GlmDsaConfig) -> None:
+    speculative = args.speculative_config or {}
+    methods = (speculative.get("method"), args.spec_method)
+    if "mtp" in methods and not config.num_nextn_predict_layers:
+        raise GGUFError(
+            f"{model}: speculative method mtp needs the MTP block of the model, which "
+            "this file was converted without; leave the speculative options out"
+        )
 
 
 def _default_quantization() -> str | None:
@@ -150,11 +172,12 @@ def _is_native(model: str | None) -> bool:
     if not model:
         return False
     path = Path(model)
+    has_plugin = find_spec("vllm_gguf_plugin") is not None
     if path.is_dir():
-        return _holds_only_gguf(path)
-    if path.suffix != ".gguf":
+        return not has_plugin and _holds_only_gguf(path)
+    if path.suffix.lower() != ".gguf":
         return False
-    if find_spec("vllm_gguf_plugin") is None:
+    if not has_plugin:
         return True
     return path.is_file() and _architecture(path) in (None, ARCHITECTURE)
 
@@ -196,4 +219,5 @@ __all__ = [
     "check_command_line",
     "check_serve_arguments",
     "resolve_engine_args",
+    "tokenizer_source",
 ]
