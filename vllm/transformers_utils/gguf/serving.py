@@ -90,7 +90,7 @@ def resolve_engine_args(args: Any) -> None:
         args.tokenizer = None
     prepared = prepare_model(model, _cache_root(), own_tokenizer=bool(args.tokenizer))
     _check_speculation(model, args, prepared.config)
-    logger.info("%s is served from %s", model, prepared.directory)
+    logger.info("Configuration and tokenizer are in %s", prepared.directory)
     args.model = str(prepared.directory)
     if args.load_format in ("auto", "gguf"):
         args.load_format = LOAD_FORMAT
