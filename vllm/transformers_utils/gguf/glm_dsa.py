@@ -103,7 +103,7 @@ def read_config(file: GGUFFile) -> GlmDsaConfig:
         )
     hidden = blocks - mtp
     if mtp and not any(name.startswith(f"blk.{hidden}.") for name in file.tensors):
-        logger.info("%s: no MTP block in the file; serving without it", keys.where)
+        logger.info("No MTP block in the file; serving without it")
         mtp = 0
     rope = keys.count("rope.dimension_count")
     qk_head = keys.count("attention.key_length_mla")
@@ -356,7 +356,7 @@ def _indexer_table(
         table = _measured_table(file, hidden)
         if all(table) and context >= _SHARED_CONTEXT and hidden == _SHARED_LAYERS:
             table = tuple(i < 3 or i % 4 == 2 for i in range(hidden))
-        logger.info("%s: layers with an indexer: %s", keys.where, _describe(table))
+        logger.info("Layers with an indexer of their own: %s", _describe(table))
     if not table[0]:
         raise GGUFError(
             f"{keys.where}: layer 0 has no indexer of its own "
