@@ -356,40 +356,56 @@ def test_refused_cache_dtypes_are_those_that_the_backend_lacks():
     ],
 )
 def test_limits_are_lifted_for_sparse_mla_only(attributes, sparse):
-    from vllm.config import CompilationMode
     from vllm.platforms.cpu_sparse_mla import lift_mla_limits
 
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            use_mla=True, hf_text_config=SimpleNamespace(**attributes)
-        ),
-        attention_config=SimpleNamespace(backend=None),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-    )
+    config = platform_config(attributes)
     assert lift_mla_limits(config, True, False) == (not sparse, sparse)
 
 
-def test_context_parallelism_is_refused_by_name():
-    from vllm.config import CompilationMode
+@pytest.mark.parametrize("kind", ["decode_context", "prefill_context", "pipeline"])
+def test_parallelism_without_support_is_refused_by_name(kind):
     from vllm.platforms.cpu_sparse_mla import lift_mla_limits
 
-    config = SimpleNamespace(
+    config = platform_config({"index_topk": 64}, **{f"{kind}_parallel_size": 2})
+    option = f"--{kind.replace('_', '-')}-parallel-size 2"
+    with pytest.raises(ValueError, match=option):
+        lift_mla_limits(config, True, False)
+
+
+def test_expert_parallelism_needs_blocks():
+    from vllm.platforms.cpu_sparse_mla import lift_mla_limits
+
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    config = platform_config({"index_topk": 64}, **parallel)
+    with pytest.raises(ValueError, match="--quantization gguf_native"):
+        lift_mla_limits(config, True, False)
+    config.model_config.quantization = "gguf_native"
+    assert lift_mla_limits(config, True, False) == (False, True)
+
+
+def platform_config(attributes, **parallel):
+    """What the platform reads of a VllmConfig; `attributes` are the model's."""
+    from vllm.config import CompilationMode
+
+    sizes = {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "enable_expert_parallel": False,
+    }
+    return SimpleNamespace(
         model_config=SimpleNamespace(
-            use_mla=True, hf_text_config=SimpleNamespace(index_topk=64)
+            use_mla=True,
+            quantization=None,
+            hf_text_config=SimpleNamespace(**attributes),
         ),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=2, prefill_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(**{**sizes, **parallel}),
     )
-    with pytest.raises(ValueError, match="--decode-context-parallel-size 2"):
-        lift_mla_limits(config, True, False)
 
 
 def engine_config(folder, **options):
