@@ -40,7 +40,7 @@ def check_command_line(argv: Sequence[str]) -> None:
     model = _model_argument(argv)
     if model is None or not _is_native(model):
         return
-    own_tokenizer = any(arg.startswith("--tokenizer") for arg in argv)
+    own_tokenizer = any(arg.split("=")[0] == "--tokenizer" for arg in argv)
     with _exit_on_error():
         prepare_model(model, _cache_root(), own_tokenizer=own_tokenizer)
 
