@@ -3,14 +3,14 @@
 """A tiny vocabulary and chat template in the manner of GLM, made up here.
 
 The vocabulary is small (512 tokens by default), covers every byte, and is the same on
-every run and machine: its merges are learned from the sentences below. Only the
-standard library is needed.
+every run and machine: its merges are learned from the sentences below, or from others
+that are given. Only the standard library is needed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -176,10 +176,13 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(chr(b if b in visible else next(hidden)) for b in range(256))
 
 
-def tiny_vocabulary(size: int = 512) -> TinyVocabulary:
+def tiny_vocabulary(
+    size: int = 512, sentences: Iterable[str] = SENTENCES
+) -> TinyVocabulary:
     """Build the vocabulary of `size` tokens: bytes, merges, named tokens, padding rows.
 
-    Where the sentences give fewer merges than fit, padding rows fill the rest.
+    The merges are learned from `sentences`. Where these give fewer merges than fit,
+    padding rows fill the rest.
 
     Raises:
         ValueError: `size` is below `MIN_SIZE`.
@@ -188,7 +191,7 @@ def tiny_vocabulary(size: int = 512) -> TinyVocabulary:
         raise ValueError(f"size is {size}; the smallest vocabulary has {MIN_SIZE}")
     tokens = sorted(byte_alphabet())
     merges = []
-    for left, right in _learn_merges(size - MIN_SIZE):
+    for left, right in _learn_merges(size - MIN_SIZE, sentences):
         tokens.append(left + right)
         merges.append(f"{left} {right}")
     types = [NORMAL] * len(tokens)
@@ -223,10 +226,10 @@ def _words(sentence: str) -> Iterator[str]:
         yield word
 
 
-def _learn_merges(count: int) -> list[tuple[str, str]]:
+def _learn_merges(count: int, sentences: Iterable[str]) -> list[tuple[str, str]]:
     """The usual greedy training: join the most frequent pair, again and again."""
     alphabet = byte_alphabet()
-    frequency = Counter(word for sentence in SENTENCES for word in _words(sentence))
+    frequency = Counter(word for sentence in sentences for word in _words(sentence))
     words = [
         ([alphabet[b] for b in word.encode()], times)
         for word, times in frequency.items()
