@@ -24,7 +24,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 import ggml_quantize
 from tiny_types import WEIGHT_TYPES, tensor_type
-from tiny_vocab import tiny_vocabulary
+from tiny_vocab import TinyVocabulary, tiny_vocabulary
 
 ARCH = "glm-dsa"
 # How a file says which layers have their own indexer ("full") and which reuse the
@@ -127,7 +127,21 @@ def write_tiny_glm_dsa(path: str | Path, spec: TinySpec) -> list[Path]:
     Raises:
         ValueError: the tensors cannot be spread over that many shards.
     """
-    tensors = dict(tiny_tensors(spec))
+    return write_glm_dsa(path, spec, dict(tiny_tensors(spec)))
+
+
+def write_glm_dsa(
+    path: str | Path,
+    spec: TinySpec,
+    tensors: dict[str, np.ndarray],
+    vocabulary: TinyVocabulary | None = None,
+    name: str = "Tiny GLM DSA",
+) -> list[Path]:
+    """Write given float32 `tensors`, named and laid out as `tiny_tensors` does.
+
+    Raises:
+        ValueError: as `write_tiny_glm_dsa`.
+    """
     holders = spec.shards - int(spec.tensorless_first_shard)
     per_shard = math.ceil(len(tensors) / holders) if holders > 0 else 0
     if holders < 1 or math.ceil(len(tensors) / max(per_shard, 1)) != holders:
@@ -141,13 +155,13 @@ def write_tiny_glm_dsa(path: str | Path, spec: TinySpec) -> list[Path]:
         split_max_tensors=per_shard if spec.shards > 1 else 0,
         small_first_shard=spec.tensorless_first_shard,
     )
-    _add_metadata(writer, spec)
-    for name, values in tensors.items():
-        block = int(name.split(".")[1]) if name.startswith("blk.") else None
-        type_name = tensor_type(name, values.ndim, block, spec.weight_type)
-        packed = ggml_quantize.quantize(type_name, values.reshape(-1, values.shape[-1]))
+    vocabulary = vocabulary or tiny_vocabulary(spec.vocab_size)
+    _add_metadata(writer, spec, vocabulary, name)
+    for tensor, values in tensors.items():
+        kind = tensor_type(tensor, values.shape, spec.weight_type)
+        packed = ggml_quantize.quantize(kind, values.reshape(-1, values.shape[-1]))
         packed = packed.reshape(*values.shape[:-1], packed.shape[-1])
-        writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType[type_name])
+        writer.add_tensor(tensor, packed, raw_dtype=GGMLQuantizationType[kind])
     files = writer.format_shard_names(Path(path))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -283,9 +297,11 @@ def _nextn(
     yield draw.norm(prefix + "nextn.shared_head_norm.weight", hidden)
 
 
-def _add_metadata(writer: GGUFWriter, spec: TinySpec) -> None:
+def _add_metadata(
+    writer: GGUFWriter, spec: TinySpec, vocabulary: TinyVocabulary, name: str
+) -> None:
     writer.add_type("model")
-    writer.add_name("Tiny GLM DSA")
+    writer.add_name(name)
     writer.add_size_label(f"{spec.experts}x1M")
     writer.add_quantization_version(2)
     for key, count in _counts(spec).items():
@@ -304,7 +320,7 @@ def _add_metadata(writer: GGUFWriter, spec: TinySpec) -> None:
     if spec.shared_indexers in types:
         key = f"{ARCH}.attention.indexer.types"
         writer.add_array(key, types[spec.shared_indexers])
-    for key, value in tiny_vocabulary(spec.vocab_size).metadata().items():
+    for key, value in vocabulary.metadata().items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
         elif isinstance(value, str):

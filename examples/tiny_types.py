@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""The ggml type of each tensor of a tiny GLM-DSA file, after llama-quantize's rules.
+"""The ggml type of each tensor of a GLM-DSA file, after llama-quantize's rules.
 
 The "mixed" variant varies the types as real mixtures do and further: from layer to
 layer, between gate and up, between q_a and kv_a, between embedding and output, and
@@ -9,14 +9,17 @@ with one quantized indexer.proj.
 
 from __future__ import annotations
 
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 import ggml_quantize
 
 MIXED = "mixed"
 # gguf-py 0.19 cannot dequantize Q1_0, so no reference could read such a file.
 WEIGHT_TYPES = (*(t for t in ggml_quantize.TYPES if t != "Q1_0"), MIXED)
 
-# k_b has rows of 192, which blocks of 256 do not divide.
-_K_B_FALLBACK = {
+# For rows that the type's blocks do not divide, such as k_b's of 192; all other I-types
+# become IQ4_NL. These have blocks of 32.
+_FALLBACK = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
     "Q4_K": "Q5_0",
@@ -68,16 +71,21 @@ _MIXED_BLOCK = {
 _MIXED_GLOBAL = {"token_embd": "Q4_K", "output": "Q6_K"}
 
 
-def tensor_type(name: str, dims: int, block: int | None, weight_type: str) -> str:
-    """The type of tensor `name`, of `dims` dimensions, in block `block` if in any."""
+def tensor_type(name: str, shape: tuple[int, ...], weight_type: str) -> str:
+    """The type of tensor `name`; `shape` has the length of its rows last."""
+    return _row_type(_wanted_type(name, len(shape), weight_type), shape[-1])
+
+
+def _wanted_type(name: str, dims: int, weight_type: str) -> str:
     if dims == 1 or name.endswith("ffn_gate_inp.weight"):
         return "F32"
     role = name.removesuffix(".weight")
     if weight_type == MIXED:
-        if block is None:
+        if not role.startswith("blk."):
             return _MIXED_GLOBAL[role]
-        types = _MIXED_BLOCK[role.removeprefix(f"blk.{block}.")]
-        return types[block % len(types)]
+        _, block, part = role.split(".", 2)
+        types = _MIXED_BLOCK[part]
+        return types[int(block) % len(types)]
     if role.endswith("indexer.proj"):
         return "F32"
     if role == "token_embd":
@@ -86,11 +94,21 @@ def tensor_type(name: str, dims: int, block: int | None, weight_type: str) -> st
         return _head_type(weight_type)
     if weight_type in _EXPERTS_ONLY:
         return weight_type if dims == 3 else "Q8_0"
-    if role.endswith("attn_k_b"):
-        if weight_type.startswith("IQ"):
-            return "IQ4_NL"
-        return _K_B_FALLBACK.get(weight_type, weight_type)
     return weight_type
+
+
+def _row_type(type_name: str, columns: int) -> str:
+    """`type_name`, or what stands in for it where blocks do not divide rows."""
+    if columns % _block(type_name) == 0:
+        return type_name
+    if type_name.startswith("IQ"):
+        type_name = "IQ4_NL"
+    type_name = _FALLBACK.get(type_name, type_name)
+    return type_name if columns % _block(type_name) == 0 else "F16"
+
+
+def _block(type_name: str) -> int:
+    return GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][0]
 
 
 def _head_type(weight_type: str) -> str:
