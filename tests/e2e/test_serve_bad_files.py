@@ -55,7 +55,7 @@ def runs(bad_files: Mapping[str, Path]) -> Iterator[Mapping[str, Future[Run]]]:
 def serve(*arguments: str) -> Run:
     started = time.monotonic()
     done = subprocess.run(
-        [demo.vllm_command(), "serve", *arguments],
+        [*demo.vllm_command(), "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
