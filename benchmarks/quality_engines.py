@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.request import urlopen
 
 import numpy as np
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from benchmarks.quality_material import (
     END_TOKENS,
@@ -38,6 +38,8 @@ CONTEXT = 2048
 MAX_ANSWER_TOKENS = 64
 CONCURRENT_REQUESTS = 32
 REQUEST_SECONDS = 600
+CALL_TOKENS = 8000
+"""Of prompts in one call of llama.cpp."""
 THINKING = {True: {}, False: {"chat_template_kwargs": {"enable_thinking": False}}}
 
 T = TypeVar("T")
@@ -124,7 +126,9 @@ class VllmServer:
         self.client = OpenAI(
             base_url=f"{url}/v1",
             api_key="none",
-            max_retries=0,
+            # Client and server both drop a connection that was idle for 5 s; one that
+            # is used again just then fails. A server that is gone still is an error.
+            max_retries=2,
             timeout=REQUEST_SECONDS,
         )
         self.name = self.client.models.list().data[0].id
@@ -193,9 +197,17 @@ class VllmServer:
 
 @contextmanager
 def vllm_server(model: Path, log: Path, options: ServeOptions) -> Iterator[VllmServer]:
-    """Serve `model` until the context ends."""
+    """Serve `model` until the context ends.
+
+    An error of the connection has the end of the server's log as a note.
+    """
     with demo.serve(model, log, *options.arguments()) as url:
-        yield VllmServer(url)
+        try:
+            yield VllmServer(url)
+        except APIConnectionError as error:
+            text = log.read_text(encoding="utf-8", errors="replace")
+            error.add_note(f"the server's log ends with:\n{text[-4000:]}")
+            raise
 
 
 class Transformers:
@@ -261,9 +273,15 @@ class LlamaCpp:
         return rows
 
     def _generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        made = []
-        for start in range(0, len(prompts), 20):  # a call has a limit of time
-            made += self.reference.generate(prompts[start : start + 20], count)
+        made: list[list[int]] = []
+        while len(made) < len(prompts):
+            # A call has a limit of time, and long prompts take 20 s on a slow machine.
+            end = len(made) + 1
+            while sum(map(len, prompts[len(made) : end + 1])) <= CALL_TOKENS and (
+                end < len(prompts)
+            ):
+                end += 1
+            made += self.reference.generate(prompts[len(made) : end], count)
         return made
 
 

@@ -41,7 +41,7 @@ _REMEMBERED_SHARE = 0.5
 _HAYSTACK_SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
 _PLAIN_DOCUMENTS = 0.12
 _CHANGE_OF_TOPIC = 0.05
-_SHORT_WEIGHTS = {"copy": 2, "sort": 1, "add": 2, "count": 5, "story": 8, "hello": 1}
+_SHORT_WEIGHTS = {"copy": 3, "sort": 4, "add": 8, "count": 3, "story": 3, "hello": 1}
 _MAX_TURNS = 24
 
 # What things take in tokens.
