@@ -49,11 +49,11 @@ from tests.helpers.faults import FAULTS
 from tools.tiny_glm_dsa.tasks import TASKS, is_correct
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "tests" / "assets" / "tiny-glm-dsa-trained.Q8_0.gguf"
 FLOAT32 = "float32"
 
 sys.path.append(str(ROOT / "examples"))
 
+from demo import MODEL  # noqa: E402
 from requantize import requantize  # noqa: E402
 
 

@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 
+from demo import MODEL
 from tools.tiny_glm_dsa import train
 from tools.tiny_glm_dsa.export import SPEC, load_gguf
 from tools.tiny_glm_dsa.model import DENSE, HALF_SPARSE, SPARSE, WARM_UP, TinyGlm
@@ -114,8 +115,7 @@ def test_an_answer_is_right_if_all_its_tokens_are() -> None:
 
 
 def test_the_shape_is_that_of_the_shipped_file() -> None:
-    path = Path(__file__).parents[1] / "assets" / "tiny-glm-dsa-trained.Q8_0.gguf"
-    load_gguf(TinyGlm(SPEC), path)  # raises if a tensor is missing or another shape
-    key = gguf.GGUFReader(path).fields["glm-dsa.attention.indexer.types"]
+    load_gguf(TinyGlm(SPEC), MODEL)  # raises if a tensor is missing or another shape
+    key = gguf.GGUFReader(MODEL).fields["glm-dsa.attention.indexer.types"]
     assert key.contents() == [letter == "F" for letter in SPEC.pattern]
-    assert path.stat().st_size < 16_000_000
+    assert MODEL.stat().st_size < 16_000_000

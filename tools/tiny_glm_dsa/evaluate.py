@@ -21,14 +21,15 @@ from benchmarks.quality_engines import Transformers
 from benchmarks.quality_material import NEEDLE_TOKENS, questions_of
 from tools.tiny_glm_dsa.tasks import is_correct
 
+CHOICES = ("indexer", "recent", "both")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=NEEDLE_TOKENS)
-    parser.add_argument("--selection", choices=("indexer", "recent", "both"))
-    parser.set_defaults(selection="both")
+    parser.add_argument("--selection", default="both", choices=CHOICES)
     args = parser.parse_args()
     engine = Transformers(args.model)
     questions = questions_of("needle", args.questions, args.tokens)

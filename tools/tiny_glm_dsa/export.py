@@ -7,10 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
-import numpy as np
-import torch
-
+from tests.helpers.hf_reference import read_gguf
 from tiny_glm_dsa import TinySpec, write_glm_dsa
 from tools.tiny_glm_dsa.model import TinyGlm
 from tools.tiny_glm_dsa.vocabulary import SIZE, trained_vocabulary
@@ -46,10 +43,5 @@ def load_gguf(model: TinyGlm, path: Path) -> None:
     Raises:
         RuntimeError: the file's tensors are not the model's.
     """
-    state = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        shape = [int(size) for size in reversed(tensor.shape)]
-        flat = np.array(values, dtype=np.float32)
-        state[tensor.name] = torch.from_numpy(flat.reshape(shape))
+    _, state = read_gguf(path)
     model.load_state_dict(state)
