@@ -173,17 +173,21 @@ def against(first: Measured, said: list[str]) -> Paired:
 
 
 def test_the_model_answers(f32: Measured) -> None:
+    """It has learned all tasks but stories, of which two in five are right."""
     assert len(QUESTIONS) == 200
-    assert sum(f32.right(LONG)) >= 2, f32.said[: len(LONG)]
-    assert sum(f32.right(MEDIUM)) >= 17
-    assert f32.right(HELLO) == [True] * len(HELLO)
-    assert sum(f32.right(SHORT)) >= 120
+    learned = [question for question in SHORT if question.task != "story"]
+    counts = [sum(f32.right(part)) for part in (LONG, MEDIUM, HELLO, learned)]
+    print("right:", counts, "all:", sum(f32.right()))
+    assert counts[0] == len(LONG)
+    assert counts[1] >= len(MEDIUM) - 1
+    assert counts[2] == len(HELLO)
+    assert counts[3] >= len(learned) - 6
 
 
 def test_it_answers_without_thinking(f32: Measured) -> None:
     pairs = zip(WITHOUT_THINKING, f32.without_thinking, strict=True)
-    right = [is_correct(question, text) for question, text in pairs]
-    assert sum(right) >= len(right) - 4, f32.without_thinking
+    right = [is_correct(q, text) for q, text in pairs if q.task != "story"]
+    assert sum(right) >= len(right) - 1, f32.without_thinking
 
 
 def test_float32_tokens_equal_transformers(f32: Measured, expected: Expected) -> None:
@@ -211,8 +215,10 @@ def test_most_drafts_are_accepted(speculating: Measured) -> None:
     found = speculating.speculation
     print(f"{found.rate:.1%} of drafts accepted, {found.length:.2f} tokens a step")
     assert found.drafted == DRAFTED * found.drafts > 0
-    assert found.accepted_at[0] / found.drafts > 0.5
-    assert found.length > 1.5
+    # Answers leave nothing to guess: nearly all first drafts are right. The block is
+    # trained to draft one token, so later ones are right less often.
+    assert found.accepted_at[0] / found.drafts > 0.9
+    assert found.length > 2.5
 
 
 def test_q8_0_answers_as_well_as_f32(f32: Measured, speculating: Measured) -> None:
@@ -225,5 +231,5 @@ def test_q4_k_loses_three_points_at_most(f32: Measured, q4_k: list[str]) -> None
 
 def test_a_wrong_indexer_loses_the_needles(f32: Measured, expected: Expected) -> None:
     """What is asked for needs the indexer: transformers with a mistake in it fails."""
-    right = sum(map(is_correct, FAULTY_QUESTIONS, expected.faulty))
-    assert right <= sum(f32.right(FAULTY_QUESTIONS)) // 2, expected.faulty
+    assert sum(f32.right(FAULTY_QUESTIONS)) >= 7
+    assert sum(map(is_correct, FAULTY_QUESTIONS, expected.faulty)) <= 1
