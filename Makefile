@@ -31,6 +31,7 @@ lint: $(FORK) $(VENV)/.lint-requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 wheel:
 	$(PYTHON) -m vfork wheel --base $(DEVICE) --out dist
