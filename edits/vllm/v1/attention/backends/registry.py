@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Register the sparse MLA backend of the CPU."""
+"""Register the sparse MLA backends of the fork."""
 
 from vfork.spec import AddMember, Class, Edit, EditFile
 
 FILE = EditFile(
-    topic="cpu-dsa",
+    topic="sparse-mla-backends",
     edits=(
         Edit(
             id="cpu-mla-sparse-member",
@@ -25,6 +25,21 @@ FILE = EditFile(
                 """
             ),
             test="tests/overlay/test_cpu_mla_sparse.py::test_backend_is_registered",
+        ),
+        Edit(
+            id="triton-mla-sparse-member",
+            why="As for cpu-mla-sparse-member; the selector ranks members, too.",
+            drop_when="upstream has a sparse MLA backend for SM80 and SM120",
+            forwarded="no: to be offered together with the backend",
+            at=Class("AttentionBackendEnum"),
+            op=AddMember(
+                "TRITON_MLA_SPARSE = (\n"
+                '    "vllm.v1.attention.backends.mla.triton_mla_sparse'
+                '.TritonMLASparseBackend"\n'
+                ")"
+            ),
+            test="tests/overlay/test_triton_mla_sparse.py::test_backend_is_registered",
+            bases=("cuda",),
         ),
     ),
 )
