@@ -65,7 +65,13 @@ def plan(source: bytes, loaded: LoadedEditFile, base: str, version: str) -> File
             f"{loaded.target} carries the notice of an edited file",
             hint="edits apply to the pristine release only; fetch it again",
         )
-    parsed = Source.parse(loaded.target, source)
+    return plan_parsed(Source.parse(loaded.target, source), loaded, base, version)
+
+
+def plan_parsed(
+    parsed: Source, loaded: LoadedEditFile, base: str, version: str
+) -> FilePlan:
+    """As `plan`, for a pristine source at hand."""
     planned: list[PlannedEdit] = []
     errors: list[VforkError] = []
     for edit in loaded.file.edits:

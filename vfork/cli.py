@@ -8,7 +8,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from vfork.assemble import assemble
 from vfork.backend import target_device
 from vfork.edits import load_edits
 from vfork.errors import VforkError
+from vfork.export import command as upstream
 from vfork.fetch import fetch
 from vfork.overlap import overlaps
 from vfork.pin import Base, load_pins, pinned
@@ -28,20 +28,18 @@ from vfork.project import (
     resolve_all,
     unified_diff,
 )
-from vfork.report import REGISTER, anchor_text, findings, register, to_json
+from vfork.rebase import commands as releases
+from vfork.report import (
+    REGISTER,
+    Outcome,
+    anchor_text,
+    findings,
+    register,
+    to_json,
+)
 from vfork.spec import BASES
 from vfork.sync import sync
 from vfork.wheel import build_wheel
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command has to say, as text and as data."""
-
-    text: str
-    data: dict[str, Any]
-    errors: Sequence[VforkError] = field(default=())
-
 
 Command = Callable[[argparse.Namespace, Path], Outcome]
 
@@ -69,7 +67,7 @@ def _print(args: argparse.Namespace, outcome: Outcome) -> None:
     elif outcome.text:
         print(outcome.text.rstrip("\n"))
     sys.stdout.flush()
-    if outcome.errors and not args.json:
+    if outcome.errors and not args.json and not outcome.told:
         print(findings(outcome.errors), file=sys.stderr)
 
 
@@ -112,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("out", type=Path)
     sub = add("wheel", _wheel, "build the fork wheel", base="one", writes=True)
     sub.add_argument("--out", type=Path, default=Path("dist"), help="default: dist")
+    sub = add("export", _export, "write upstream patches", base=None, writes=True)
+    upstream.add_arguments(sub)
     add("lock", _lock, f"write {lock.LOCK_FILE}", base="all", writes=True)
     sub = add("status", _status, "list the edits", base=None, writes=True)
     sub.add_argument(
@@ -128,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         default=Path(sysconfig.get_path("purelib")),
         help="default: that of the running Python",
     )
+    sub = add("rebase", _rebase, "report on a release", base="all", writes=False)
+    releases.add_rebase_arguments(sub)
+    sub = add("accept", _accept, "record a review", base="all", writes=True)
+    releases.add_accept_arguments(sub)
     return parser
 
 
@@ -217,6 +221,18 @@ def _wheel(args: argparse.Namespace, root: Path) -> Outcome:
     return Outcome(str(path), {"base": base.name, "wheel": str(path)})
 
 
+def _export(args: argparse.Namespace, root: Path) -> Outcome:
+    report = upstream.export(
+        root,
+        pinned(root, args.base),
+        args.out,
+        topics=args.topic,
+        author=args.author,
+        dry_run=args.dry_run,
+    )
+    return Outcome(upstream.summary(report), upstream.listing(report), report.errors)
+
+
 def _lock(args: argparse.Namespace, root: Path) -> Outcome:
     loaded = load_edits(root)
     results = tuple(resolve_all(base, loaded) for base in _bases(args, root))
@@ -236,6 +252,14 @@ def _lock(args: argparse.Namespace, root: Path) -> Outcome:
         "states": [dataclasses.asdict(state) for state in states],
     }
     return Outcome("\n".join(lines), data)
+
+
+def _rebase(args: argparse.Namespace, root: Path) -> Outcome:
+    return releases.run_rebase(args, root, _bases(args, root))
+
+
+def _accept(args: argparse.Namespace, root: Path) -> Outcome:
+    return releases.run_accept(args, root, _bases(args, root))
 
 
 def _status(args: argparse.Namespace, root: Path) -> Outcome:

@@ -3,7 +3,8 @@
 """The one exception of vfork and its stable codes.
 
 VF1xx edit files, VF2xx upstream sources, VF3xx project state, VF4xx pins, download
-and release wheels, VF5xx assembling, building and syncing. A code is never reused.
+and release wheels, VF5xx assembling, building and syncing, VF6xx other releases, VF7xx
+export to upstream. A code is never reused.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ CODES: dict[str, str] = {
     "VF305": "a budget is exceeded",
     "VF306": "no project root",
     "VF307": "lines of the checkout also stand in the release",
+    "VF308": "upstream changed around an edit, and nobody accepted it",
     "VF401": "upstream.toml is missing or malformed",
     "VF402": "no base of that name is pinned",
     "VF403": "the release could not be downloaded",
@@ -54,6 +56,48 @@ CODES: dict[str, str] = {
     "VF508": "VLLM_TARGET_DEVICE is unknown",
     "VF509": "SOURCE_DATE_EPOCH is not a date",
     "VF510": "the files of the checkout cannot be listed",
+    "VF601": "the edited file is gone",
+    "VF602": "the anchor is gone",
+    "VF603": "the anchor became ambiguous",
+    "VF604": "the edit does not fit the new source",
+    "VF605": "the anchor seems to have moved to another file",
+    "VF606": "the anchor seems to have another name or form",
+    "VF607": "upstream has the edit's effect or the overlay's path",
+    "VF608": "upstream changed what is next to the edit",
+    "VF609": "upstream changed the definition around the edit",
+    "VF610": "the edit resolves on the new release only",
+    "VF611": "the edit is not meant for the new release",
+    "VF612": "the edit and its surroundings are the same",
+    "VF621": "a name of upstream that the fork uses is gone",
+    "VF622": "a field, attribute, method or enum member that the fork uses is gone",
+    "VF623": "a call does not fit the signature",
+    "VF624": "an override does not fit the base class",
+    "VF625": "a class leaves a method abstract",
+    "VF626": "a dotted string names nothing",
+    "VF627": "an operation is gone or changed",
+    "VF628": "inserted statements read a name that nothing binds",
+    "VF631": "a signature that the fork relies on changed",
+    "VF632": "a value, default or type that the fork relies on changed",
+    "VF633": "bases or decorators of a class that the fork relies on changed",
+    "VF634": "a base class has a name that was the fork's alone",
+    "VF635": "a definition cannot be told from the sources any more",
+    "VF636": "code that the fork relies on changed",
+    "VF637": "something may go past an edit",
+    "VF638": "a hooked function lost a caller",
+    "VF639": "a hooked function is called from elsewhere or in another way",
+    "VF640": "the requirements changed",
+    "VF641": "the package index has no such release",
+    "VF642": "files do not compile on the new release",
+    "VF643": "modules cannot be imported on the new release",
+    "VF644": "tests fail on the new release",
+    "VF645": "the edit cannot be accepted",
+    "VF646": "something that drop_when or forwarded names may have come",
+    "VF701": "upstream_topics.toml is missing or malformed",
+    "VF702": "no topic of that name is declared",
+    "VF703": "the topics name something that does not exist",
+    "VF704": "no topic takes a file or an edit",
+    "VF705": "an exported file or edit uses something that its topic lacks",
+    "VF706": "a file cannot be exported as it is",
 }
 
 

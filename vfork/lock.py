@@ -9,15 +9,24 @@ makes such a change visible when a pin moves.
 import ast
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vfork.apply import FilePlan, PlannedEdit
 from vfork.errors import VforkError
-from vfork.ops import leading_imports
-from vfork.source import Definition, dump, is_docstring
+from vfork.ops import bound_names, leading_imports
+from vfork.source import (
+    Definition,
+    Place,
+    dump,
+    enclosing,
+    is_docstring,
+    places,
+    qualified_names,
+)
 from vfork.spec import (
     AddImport,
     AppendBody,
@@ -48,6 +57,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """That a person read an edit's surroundings as they are in a release.
+
+    It holds for these fingerprints, whatever the base or the release.
+    """
+
+    release: str
+    body: str
+    around: str
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.body, self.around
+
+
+@dataclass(frozen=True)
 class LockState:
     """How an edit's surroundings compare with the lock: one of STATES."""
 
@@ -57,6 +83,7 @@ class LockState:
 
 
 Lock = dict[str, dict[str, Entry]]
+AcceptedEdits = Mapping[str, tuple[Accepted, ...]]
 
 
 def entries(file: FilePlan) -> dict[str, Entry]:
@@ -67,7 +94,10 @@ def entries(file: FilePlan) -> dict[str, Entry]:
             file=file.source.name,
             sha256=sha256,
             body=_fingerprint(_body(file.source.tree, planned)),
-            around=_fingerprint(_around(file.source.tree, planned)),
+            around=_fingerprint(
+                _around(file.source.tree, planned)
+                + _conditions(file.source.tree, planned)
+            ),
             lines=_lines(file, planned),
         )
         for planned in file.edits
@@ -104,20 +134,57 @@ def _around(tree: ast.Module, planned: PlannedEdit) -> str:
     place, edit = planned.place, planned.edit
     if place is None:
         near = leading_imports(tree) if isinstance(edit.op, AddImport) else tree.body
-        return "\n".join(map(_header, near[-2:]))
+        return "\n".join(map(header, near[-2:]))
     if isinstance(edit.op, ExtendLiteral):
-        return _header(place.stmt)
+        return header(place.stmt)
     if isinstance(place.stmt, Definition):
-        return "\n".join([_header(place.stmt), *_inner(place.stmt, planned)])
+        return "\n".join([header(place.stmt), *_inner(place.stmt, planned)])
     near = place.block[max(0, place.index - 2) : place.index + 3]
     return dump(*near)
+
+
+def _conditions(tree: ast.Module, planned: PlannedEdit) -> str:
+    """What decides whether a definition or assignment is there, and stays there.
+
+    For it and the definitions around it, these are the compound statements around, and
+    statements of the same scope that bind its name again. Empty for most.
+    """
+    place = planned.place
+    outer = {id(inner.stmt): inner for _, inner in qualified_names(tree)}
+    if place is not None and isinstance(planned.edit.at, Statement):
+        place = outer.get(id(place.scope))
+    found = ""
+    while place is not None:
+        found += "".join(f"\n{text}" for text in _conditions_of(place))
+        place = outer.get(id(place.scope))
+    return found
+
+
+def _conditions_of(place: Place) -> list[str]:
+    found = [_condition(stmt, block) for stmt, block in enclosing(place)]
+    names = set(bound_names(place.stmt))
+    for other in places(place.scope):
+        if other.stmt is not place.stmt and names & set(bound_names(other.stmt)):
+            found.append(f"also {header(other.stmt)}")
+    return found
+
+
+def _condition(stmt: ast.stmt, block: list[ast.stmt]) -> str:
+    """A compound statement without its blocks, and which of them is meant."""
+    kept = []
+    for name, value in ast.iter_fields(stmt):
+        if value is block:
+            kept.append(name)
+        elif isinstance(value, ast.AST) or name == "items":
+            kept.append(dump(*(value if isinstance(value, list) else [value])))
+    return f"{type(stmt).__name__} {' '.join(kept)}"
 
 
 def _inner(node: Definition, planned: PlannedEdit) -> list[str]:
     """The statements of a definition next to an insertion into it."""
     op = planned.edit.op
     if isinstance(node, ast.ClassDef):
-        return [_header(stmt) for stmt in node.body[-2:]]
+        return [header(stmt) for stmt in node.body[-2:]]
     if isinstance(op, PrependBody):
         first = 1 if is_docstring(node.body[0]) else 0
         return [dump(stmt) for stmt in node.body[first : first + 2]]
@@ -127,11 +194,11 @@ def _inner(node: Definition, planned: PlannedEdit) -> list[str]:
 
 
 def _outline(node: ast.Module | ast.ClassDef) -> str:
-    own = [_header(node)] if isinstance(node, ast.ClassDef) else []
-    return "\n".join([*own, *map(_header, node.body)])
+    own = [header(node)] if isinstance(node, ast.ClassDef) else []
+    return "\n".join([*own, *map(header, node.body)])
 
 
-def _header(stmt: ast.stmt) -> str:
+def header(stmt: ast.stmt) -> str:
     """A statement without the bodies of definitions and without assigned values."""
     match stmt:
         case ast.ClassDef():
@@ -152,23 +219,43 @@ def _header(stmt: ast.stmt) -> str:
     return dump(stmt)
 
 
-def write_text(lock: Lock) -> str:
-    """The lock as deterministic JSON text."""
-    content = {
+def write_text(lock: Lock, accepted: AcceptedEdits | None = None) -> str:
+    """The lock as deterministic JSON text.
+
+    What was accepted is kept while it waits for a pin to move: until an entry has its
+    fingerprints, or the edit is gone.
+    """
+    content: dict[str, Any] = {
         "generated": HEADER,
         "bases": {
             base: {edit_id: asdict(entry) for edit_id, entry in sorted(edits.items())}
             for base, edits in sorted(lock.items())
         },
     }
+    waiting = {
+        edit_id: [asdict(a) for a in sorted(found, key=lambda a: (a.release, a.key))]
+        for edit_id, found in sorted(_waiting(lock, accepted or {}).items())
+    }
+    if waiting:
+        content["accepted"] = waiting
     return json.dumps(content, indent=1, sort_keys=False) + "\n"
+
+
+def _waiting(lock: Lock, accepted: AcceptedEdits) -> dict[str, list[Accepted]]:
+    waiting: dict[str, list[Accepted]] = {}
+    for edit_id, found in accepted.items():
+        entries = _everywhere(lock, edit_id)
+        used = {(entry.body, entry.around) for entry in entries}
+        kept = [a for a in found if a.key not in used]
+        if entries and kept:
+            waiting[edit_id] = kept
+    return waiting
 
 
 def read(root: Path) -> Lock:
     """Reads `edits.lock`. Raises VF301 if it is missing or malformed."""
-    path = root / LOCK_FILE
-    try:
-        content: Any = json.loads(path.read_text("utf-8"))
+    content = _content(root)
+    with _sound(root):
         return {
             base: {
                 edit_id: Entry(**{**entry, "lines": tuple(entry["lines"])})
@@ -176,16 +263,69 @@ def read(root: Path) -> Lock:
             }
             for base, edits in content["bases"].items()
         }
-    except FileNotFoundError:
-        raise VforkError(
-            "VF301", f"{path} does not exist", hint="run `vfork lock`"
-        ) from None
+
+
+def read_accepted(root: Path) -> AcceptedEdits:
+    """What `edits.lock` has as accepted, by edit. Raises VF301 as `read`."""
+    content = _content(root)
+    with _sound(root):
+        return {
+            edit_id: tuple(Accepted(**entry) for entry in found)
+            for edit_id, found in content.get("accepted", {}).items()
+        }
+
+
+def _content(root: Path) -> Any:
+    path = root / LOCK_FILE
+    with _sound(root):
+        try:
+            return json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise VforkError(
+                "VF301", f"{path} does not exist", hint="run `vfork lock`"
+            ) from None
+
+
+@contextmanager
+def _sound(root: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise VforkError(
             "VF301",
-            f"{path} is not a lock file: {type(err).__name__}: {err}",
+            f"{root / LOCK_FILE} is not a lock file: {type(err).__name__}: {err}",
             hint="restore it from git, or remove it and run `vfork lock`",
         ) from err
+
+
+def unreviewed(old: Lock, new: Lock, accepted: AcceptedEdits) -> list[tuple[str, str]]:
+    """Base and id of edits around which upstream changed, and nobody accepted it.
+
+    Where the upstream file is the same, the edit itself changed: its author knows.
+    """
+    found = []
+    for base, edits in sorted(new.items()):
+        for edit_id, entry in sorted(edits.items()):
+            known = old.get(base, {}).get(edit_id)
+            if known is None or known.sha256 == entry.sha256:
+                continue
+            now = (entry.body, entry.around)
+            if now not in read_keys(old, accepted, edit_id):
+                found.append((base, edit_id))
+    return found
+
+
+def read_keys(
+    lock: Lock, accepted: AcceptedEdits, edit_id: str
+) -> set[tuple[str, str]]:
+    """Fingerprints of an edit's surroundings that somebody read: what was accepted, and
+    what any base stands on."""
+    read = {a.key for a in accepted.get(edit_id, ())}
+    return read | {(e.body, e.around) for e in _everywhere(lock, edit_id)}
+
+
+def _everywhere(lock: Lock, edit_id: str) -> list[Entry]:
+    return [edits[edit_id] for edits in lock.values() if edit_id in edits]
 
 
 def compare(old: Lock, new: Lock) -> tuple[LockState, ...]:

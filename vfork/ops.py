@@ -196,7 +196,7 @@ def _add_import(source: Source, op: AddImport) -> Splice:
     assert isinstance(new, ast.Import | ast.ImportFrom)
     wanted = set(_imported(new))
     for place in places(source.tree):
-        same = wanted & set(_bound(place.stmt))
+        same = wanted & set(bound_names(place.stmt))
         if same:
             raise _already(source, place.stmt, f"{', '.join(sorted(same))} is bound")
     tree = source.tree
@@ -251,9 +251,9 @@ def _append(source: Source, edit: Edit, scope: ast.Module | Definition) -> Splic
 def _add_member(source: Source, edit: Edit, node: Definition) -> Splice:
     assert isinstance(edit.op, AddMember)
     body = _statements(edit.op)
-    wanted = {name for stmt in body for name in _bound(stmt)}
+    wanted = {name for stmt in body for name in bound_names(stmt)}
     for place in places(node):
-        same = wanted & set(_bound(place.stmt))
+        same = wanted & set(bound_names(place.stmt))
         if same:
             raise _already(source, place.stmt, f"{', '.join(sorted(same))} is bound")
     splice = _after(source, node.body[-1], edit.op.src)
@@ -459,7 +459,8 @@ def _imported(stmt: ast.Import | ast.ImportFrom) -> list[str]:
     return [alias.asname or alias.name for alias in stmt.names]
 
 
-def _bound(stmt: ast.stmt) -> list[str]:
+def bound_names(stmt: ast.stmt) -> list[str]:
+    """Names that a definition, an import or a plain assignment binds."""
     if isinstance(stmt, ast.Import | ast.ImportFrom):
         return _imported(stmt)
     if isinstance(stmt, Definition):

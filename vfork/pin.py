@@ -63,6 +63,12 @@ class Base:
         return f"{self.version}+{'.'.join(filter(None, parts))}"
 
 
+def wheel_parts(name: str) -> tuple[str, str, str] | None:
+    """Name, version and tag of a wheel file without a build number, else None."""
+    match = _WHEEL.fullmatch(name)
+    return (match["name"], match["version"], match["tag"]) if match else None
+
+
 def load_pins(root: Path) -> dict[str, Base]:
     """Reads `upstream.toml` of a checkout: base name -> pin.
 
@@ -112,9 +118,9 @@ def _base(path: Path, name: str, entry: Any) -> Base:
         raise VforkError(
             "VF401", f"{path}: bases.{name}.sha256 must be 64 lower-case hex digits"
         )
-    wheel = _WHEEL.fullmatch(entry["wheel"])
+    parts = wheel_parts(entry["wheel"])
     named = (entry["distribution"].replace("-", "_"), entry["version"])
-    if not wheel or (wheel["name"], wheel["version"]) != named:
+    if parts is None or parts[:2] != named:
         raise VforkError(
             "VF401",
             f"{path}: bases.{name}.wheel is {entry['wheel']!r}, which is no wheel of "

@@ -151,11 +151,23 @@ def budget_errors(
 def new_lock(root: Path, results: tuple[BaseResult, ...]) -> tuple[lock.Lock, str]:
     """The lock on disk (empty if there is none) and the text it should have.
 
-    Bases that `results` leaves out keep their entries.
+    Bases that `results` leaves out keep their entries. Raises VF308 if upstream changed
+    around an edit and nobody accepted that.
     """
-    old = lock.read(root) if (root / lock.LOCK_FILE).exists() else {}
+    there = (root / lock.LOCK_FILE).exists()
+    old = lock.read(root) if there else {}
+    accepted = lock.read_accepted(root) if there else {}
     fresh = {result.base.name: result.lock_entries() for result in results}
-    return old, lock.write_text({**old, **fresh})
+    unread = lock.unreviewed(old, fresh, accepted)
+    if unread:
+        ids = " ".join(dict.fromkeys(edit_id for _, edit_id in unread))
+        raise VforkError(
+            "VF308",
+            f"upstream changed around {len(unread)} edits, and nobody accepted it: "
+            + ", ".join(f"{edit_id} ({base})" for base, edit_id in unread),
+            hint=f"read the changes with `vfork rebase`, then run `vfork accept {ids}`",
+        )
+    return old, lock.write_text({**old, **fresh}, accepted)
 
 
 def _lock_errors(

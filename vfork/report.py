@@ -4,7 +4,9 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from vfork.edits import EDITS_DIR, LoadedEditFile
 from vfork.errors import VforkError
@@ -24,6 +26,19 @@ from vfork.spec import (
 )
 
 REGISTER = "docs/edits.md"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command has to say, as text and as data.
+
+    `told`: the text has the errors already.
+    """
+
+    text: str
+    data: dict[str, Any]
+    errors: Sequence[VforkError] = field(default=())
+    told: bool = False
 
 
 def register(loaded: Iterable[LoadedEditFile]) -> str:

@@ -182,6 +182,34 @@ def _places(scope: ast.Module | Definition, block: list[ast.stmt]) -> Iterator[P
                 yield from _places(scope, inner)
 
 
+def enclosing(place: Place) -> list[tuple[ast.stmt, list[ast.stmt]]]:
+    """The compound statements around a place inside its scope, outermost first, each
+    with the one of its blocks that leads there."""
+    chain: list[tuple[ast.stmt, list[ast.stmt]]] = []
+    block = place.scope.body
+    while place.block is not block:
+        for stmt in block:
+            inner = None if isinstance(stmt, Definition) else _toward(stmt, place)
+            if inner is not None:
+                chain.append((stmt, inner))
+                block = inner
+                break
+        else:
+            break
+    return chain
+
+
+def _toward(stmt: ast.stmt, place: Place) -> list[ast.stmt] | None:
+    """The block of a statement in which a place is, at whatever depth."""
+    for block in blocks(stmt):
+        if block is place.block:
+            return block
+        for inner in block:
+            if not isinstance(inner, Definition) and _toward(inner, place) is not None:
+                return block
+    return None
+
+
 def qualified_names(
     scope: ast.Module | Definition, prefix: str = ""
 ) -> Iterator[tuple[str, Place]]:

@@ -335,7 +335,7 @@ def test_module_runs_as_a_command_and_survives_a_closed_pipe(seeded: Path) -> No
 def test_every_code_is_declared_and_documented() -> None:
     sources = "".join(
         path.read_text("utf-8")
-        for path in (REPOSITORY / "vfork").glob("*.py")
+        for path in (REPOSITORY / "vfork").rglob("*.py")
         if path.name != "errors.py"
     )
     used = set(re.findall(r'"(VF\d{3})"', sources))
