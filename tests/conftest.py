@@ -21,12 +21,8 @@ EXAMPLES = str(Path(__file__).parents[1] / "examples")
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
 
-# Tests of one file share servers and engines, so one worker runs them all. The tests of
-# these files each start an engine of their own.
-SPREAD = ("test_gguf_engine",)
 
-
+# Tests of one file share servers, engines and files, so one worker runs them all.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem not in SPREAD:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))

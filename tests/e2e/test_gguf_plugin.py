@@ -17,6 +17,7 @@ import pytest
 
 from tests.helpers.gguf_contents import read_contents
 from tests.helpers.gguf_writer import Tensor, Typed, write_gguf
+from tests.helpers.limits import HANG_SECONDS
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm import EngineArgs
 from vllm.transformers_utils.gguf.errors import GGUFError
@@ -98,7 +99,8 @@ def answers(
 ) -> dict[str, dict[str, Any]]:
     target = tmp_path_factory.mktemp("plugin")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--target", str(target), PLUGIN], check=True, timeout=300)
+    install = [*pip, "--target", str(target), PLUGIN]
+    subprocess.run(install, check=True, timeout=HANG_SECONDS)
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(target))))
     run = subprocess.run(
         [sys.executable, "-c", PROBE, *map(str, (glm, bad_glm, llama))],
@@ -106,7 +108,7 @@ def answers(
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     found: dict[str, dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.limits import HANG_SECONDS
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 
 # Python's and torch's own growth during a load, whatever the model.
@@ -55,7 +56,7 @@ def test_peak_is_the_model_and_little_more_than_one_tensor(tmp_path: Path) -> No
         [sys.executable, "-c", SCRIPT, str(model), str(tmp_path / "store")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
     )
     assert output.returncode == 0, output.stderr[-2000:]

@@ -14,7 +14,7 @@ six: a true loss of 1 point passes nearly always, one of 6 points in one run of 
 `benchmarks/quality.py` asks more questions; docs/quality.md has its results.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from benchmarks.quality_engines import (
     vllm_server,
 )
 from benchmarks.quality_material import (
+    END_TOKENS,
     conversation,
     paragraphs,
     prompt_ids,
@@ -42,6 +43,7 @@ from benchmarks.quality_stats import Paired, Reported, kl_lower_bound, paired
 from requantize import requantize
 from tests.helpers.faults import FAULTS
 from tools.tiny_glm_dsa.tasks import Question, is_correct
+from tools.tiny_glm_dsa.vocabulary import default_encoder
 
 SHORT_TASKS = ("copy", "sort", "add", "count", "story")
 LONG = questions_of("needle", 3)
@@ -63,6 +65,7 @@ PROMPTS = {
     ],
     16: [*map(prompt, MEDIUM[:6]), *map(prompt, LONG[:2])],
 }
+END_IDS = {default_encoder().ids[name] for name in END_TOKENS}
 DRAFTED = 3
 # The jobs take one core each.
 JOBS_AT_ONCE = 2
@@ -89,7 +92,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers says to the same, and with a mistake in its indexer."""
+    """What transformers says to the same, and with a mistake in its indexer.
+
+    `tokens` are as many as the server gave, and come fast where they are the same.
+    """
 
     tokens: Tokens
     scores: list[np.ndarray]
@@ -116,10 +122,14 @@ def ask_q4_k(path: Path, log: Path) -> list[str]:
         return server.answers(QUESTIONS, thinking=True)
 
 
-def ask_transformers(path: Path) -> Expected:
+def ask_transformers(path: Path, server: Future[Measured]) -> Expected:
     reference = Transformers(path)
     tokens = {
-        count: reference.greedy(prompts, count) for count, prompts in PROMPTS.items()
+        count: [
+            reference.reference.generate(prompt, len(guess), guess)
+            for prompt, guess in zip(PROMPTS[count], guesses, strict=True)
+        ]
+        for count, guesses in server.result().tokens.items()
     }
     scores = [reference.all_logprobs(ids) for ids in SCORED]
     faulty = Transformers(path, FAULTS["indexer rope on last dims"])
@@ -136,14 +146,14 @@ def jobs(
     requantize(MODEL, f32, "F32")
     requantize(MODEL, q4_k, "Q4_K")
     plain, drafting = ServeOptions(), ServeOptions(mtp=DRAFTED)
-    calls: dict[str, Callable[[], Any]] = {
-        "f32": partial(serve, f32, folder / "f32.log", plain),
-        "transformers": partial(ask_transformers, f32),
-        "speculating": partial(serve, MODEL, folder / "mtp.log", drafting),
-        "q4_k": partial(ask_q4_k, q4_k, folder / "q4_k.log"),
-    }
     with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:
-        yield {name: pool.submit(call) for name, call in calls.items()}
+        first = pool.submit(serve, f32, folder / "f32.log", plain)
+        yield {
+            "f32": first,
+            "speculating": pool.submit(serve, MODEL, folder / "mtp.log", drafting),
+            "transformers": pool.submit(ask_transformers, f32, first),
+            "q4_k": pool.submit(ask_q4_k, q4_k, folder / "q4_k.log"),
+        }
         pool.shutdown(cancel_futures=True)
 
 
@@ -193,6 +203,10 @@ def test_it_answers_without_thinking(f32: Measured) -> None:
 def test_float32_tokens_equal_transformers(f32: Measured, expected: Expected) -> None:
     assert sum(map(len, PROMPTS.values())) == 50
     assert f32.tokens == expected.tokens
+    for count, sequences in f32.tokens.items():
+        for tokens in sequences:
+            assert len(tokens) == count or tokens[-1] in END_IDS
+            assert not END_IDS.intersection(tokens[:-1])
 
 
 def test_float32_probabilities_equal_transformers(

@@ -42,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name, text in files.items():
         (tokenizer / name).write_text(text)
     options = ("--tokenizer", str(tokenizer), "--served-model-name", NAME)
-    with running_server(last, *options, "--max-model-len", "512") as running:
+    length = ("--max-model-len", "512")
+    with running_server(last, *options, *length, "--enforce-eager") as running:
         yield running
 
 

@@ -41,7 +41,7 @@ def in_cuda_tree(test: Test) -> Test:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         job = (test.__module__, test.__qualname__, args, kwargs)
-        _pool().submit(_run, *job).result()
+        _pool(test.__module__).submit(_run, *job).result()
 
     return run
 
@@ -83,15 +83,22 @@ def _run(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @functools.cache
-def _pool() -> ProcessPoolExecutor:
-    """One process, started afresh: the tree is found and Triton set up at import."""
+def _tree() -> tempfile.TemporaryDirectory[str]:
+    """Goes when the tests end."""
     tree = tempfile.TemporaryDirectory(prefix="cuda-tree-")
     write_tree(Path(tree.name))
+    return tree
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(module: str) -> ProcessPoolExecutor:
+    """One process for the tests of a module, started afresh.
+
+    The tree is found and Triton set up at import, and vLLM caches what it finds out.
+    """
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    # Goes with the pool, when the tests end.
-    pool.tree = tree  # type: ignore[attr-defined]
     with mock.patch.dict(os.environ, ENVIRONMENT):
-        pool.submit(_start, tree.name).result()
+        pool.submit(_start, _tree().name).result()
     return pool
 
 

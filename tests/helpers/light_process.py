@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.helpers.limits import HANG_SECONDS
+
 # Packages of these names with the real paths, so that `vllm/__init__.py`, which
 # imports torch, does not run. The rest measures memory in MiB.
 _PREAMBLE = """
@@ -29,7 +31,7 @@ def reset_peak():
 """
 
 
-def run_light(code: str, *args: str, timeout: float = 300) -> str:
+def run_light(code: str, *args: str) -> str:
     """Standard output of `code`, which gets `args` as `sys.argv[2:]`.
 
     `code` may call `status("VmRSS")`, `status("VmHWM")` (MiB) and `reset_peak()`.
@@ -43,7 +45,7 @@ def run_light(code: str, *args: str, timeout: float = 300) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=timeout,
+        timeout=HANG_SECONDS,
     )
     return run.stdout
 

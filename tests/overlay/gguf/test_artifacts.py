@@ -3,6 +3,7 @@
 """The model directory of a GGUF file, and what engine arguments make of it."""
 
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,16 @@ from vllm.transformers_utils.gguf.artifacts import gguf_path, load_plan, prepare
 from vllm.transformers_utils.gguf.errors import GGUFError
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return write_tiny_glm_dsa(path, TinySpec(weight_type="Q8_0"))[0]
+
+
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return write_tiny_glm_dsa(tmp_path / "tiny.gguf", TinySpec(weight_type="Q8_0"))[0]
+def tiny(written: Path, tmp_path: Path) -> Path:
+    """A file that the test may change."""
+    return shutil.copy(written, tmp_path / "tiny.gguf")
 
 
 @pytest.fixture

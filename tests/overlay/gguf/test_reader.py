@@ -502,10 +502,11 @@ def test_a_hostile_sparse_file_takes_neither_time_nor_memory(
     with path.open("ab") as file:
         file.write(tail)
     os.truncate(path, 1 << 40)
-    start = time.process_time()
+    start = time.thread_time()
     with memory_limit(64):
         refused(path, message)
-    assert time.process_time() - start < 1
+    # "most strings" takes 0.4 s; to read what the file claims would take an hour.
+    assert time.thread_time() - start < 10
 
 
 def test_the_memory_limit_strikes():
@@ -542,8 +543,11 @@ def test_a_glm_header_opens_fast_and_small(tmp_path):
     runs = [run_light(MEASURE, str(path)).split() for _ in range(3)]
     opened, decoded, mib, *lengths = min([float(word) for word in run] for run in runs)
     assert lengths == [TOKENS, MERGES, TOKENS]
-    assert opened <= 0.2
-    assert decoded <= 1.5
+    # 0.06 and 0.2 s where nothing else runs; the order shows that opening a file leaves
+    # the long lists alone, on any machine.
+    assert opened < decoded
+    assert opened < 1
+    assert decoded < 5
     assert mib <= 200
 
 

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""One rank of two: layers on GGUF blocks, against whole matrices in float64.
+"""Two ranks: layers on GGUF blocks, against whole matrices in float64.
 
-Arguments: rank, and a folder that the ranks share. It holds `file.pt`: module name ->
-blocks. Experts are first cut by tensor parallelism, then spread whole.
+The argument is a folder that the ranks share. It holds `file.pt`: module name ->
+blocks. Experts are first cut by tensor parallelism, then spread whole. The ranks are
+forks of one process, which imports vLLM for both.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 
 from tests.helpers.gguf_weights import file_experts, file_tensor, weights
+from tests.helpers.limits import HANG_SECONDS
 from tests.helpers.single_rank import rank_of
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -24,6 +28,7 @@ from vllm.model_executor.layers.quantization.gguf.config import GGUFConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.transformers_utils.gguf.ggml_types import GGML_TYPES_BY_NAME
 
+RANKS = 2
 VOCAB, HIDDEN, INTERMEDIATE, EXPERTS = 100, 512, 512, 4
 TYPES = {
     "embed_tokens": "Q6_K",
@@ -139,7 +144,7 @@ def check_layers(
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def main(rank: int, folder: Path) -> None:
+def check_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     file = torch.load(folder / "file.pt")
@@ -147,14 +152,24 @@ def main(rank: int, folder: Path) -> None:
     kinds = {name: GGML_TYPES_BY_NAME[kind] for name, kind in TYPES.items()}
     for expert_parallel in (False, True):
         store = f"file://{folder / f'store-{expert_parallel}'}"
-        with rank_of(rank, 2, store, expert_parallel=expert_parallel) as config:
+        with rank_of(rank, RANKS, store, expert_parallel=expert_parallel) as config:
             layers = make_layers(GGUFConfig(kinds))
             load(layers, file)
             held = layers[-1].routed_experts.w2_qweight.shape[0]
-            assert held == (EXPERTS // 2 if expert_parallel else EXPERTS)
+            assert held == (EXPERTS // RANKS if expert_parallel else EXPERTS)
             check_layers(layers, whole, config)
-            print(f"layers agree, expert parallel: {expert_parallel}")
+            print(f"rank {rank} agrees, expert parallel: {expert_parallel}")
+
+
+def start_rank(rank: int, folder: Path) -> None:
+    if not os.fork():
+        signal.alarm(HANG_SECONDS)
+        check_rank(rank, folder)
+        sys.exit()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    for rank in range(RANKS):
+        start_rank(rank, Path(sys.argv[1]))
+    if any([os.wait()[1] for _ in range(RANKS)]):
+        sys.exit("a rank failed")
