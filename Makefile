@@ -8,7 +8,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= cpu
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# Tests of one file share servers, engines and files, so one worker runs them all.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 SOURCES := $(shell git ls-files vfork edits vllm upstream.toml pyproject.toml)

@@ -11,8 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,9 +18,3 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
-
-
-# Tests of one file share servers, engines and files, so one worker runs them all.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))

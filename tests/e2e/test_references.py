@@ -81,6 +81,18 @@ def test_greedy_tokens_are_equal(full: Path) -> None:
     assert ours == LlamaCpp(full).generate(some, 16)
 
 
+def test_a_guess_changes_only_the_time(full: Path) -> None:
+    [prompt] = prompts((70,))
+    reference = HfReference(full)
+    truth = reference.generate(prompt, 6)
+    for place in range(6):
+        wrong = [*truth[:place], (truth[place] + 1) % 480, *truth[place + 1 :]]
+        assert reference.generate(prompt, 6, wrong) == truth
+    assert reference.generate(prompt, 6, truth) == truth
+    assert reference.generate(prompt, 6, truth[:3]) == truth
+    assert reference.generate(prompt, 3, truth) == truth[:3]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_visible(
     fault: str, full: Path, expected: dict[Path, np.ndarray]
