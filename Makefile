@@ -8,8 +8,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= cpu
-# Tests of one file share servers, engines and files, so one worker runs them all.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Tests of one file share servers, engines and files, so one worker runs them all. By name
+# the long files come first.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 SOURCES := $(shell git ls-files vfork edits vllm upstream.toml pyproject.toml)

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,3 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
+
+# How fast examples are made depends on what else the machine does.
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("busy")

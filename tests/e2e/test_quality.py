@@ -29,7 +29,6 @@ from benchmarks.quality_engines import (
     ServeOptions,
     Speculation,
     Transformers,
-    VllmServer,
     vllm_server,
 )
 from benchmarks.quality_material import (
@@ -104,17 +103,14 @@ class Expected:
 
 def serve(path: Path, log: Path, options: ServeOptions) -> Measured:
     with vllm_server(path, log, options) as server:
-        return measure(server)
-
-
-def measure(server: VllmServer) -> Measured:
-    return Measured(
-        server.answers(QUESTIONS, thinking=True),
-        server.speculation(),
-        server.answers(WITHOUT_THINKING, thinking=False),
-        {count: server.greedy(prompts, count) for count, prompts in PROMPTS.items()},
-        server.logprobs(SCORED),
-    )
+        return Measured(
+            server.answers(QUESTIONS, thinking=True),
+            server.speculation(),
+            server.answers(WITHOUT_THINKING, thinking=False),
+            {n: server.greedy(prompts, n) for n, prompts in PROMPTS.items()},
+            # These are the same with speculation: nothing is generated.
+            [] if options.mtp else server.logprobs(SCORED),
+        )
 
 
 def ask_q4_k(path: Path, log: Path) -> list[str]:

@@ -12,6 +12,7 @@ import compileall
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,12 @@ def test_the_result_passes_the_rules_of_upstream(
     assert formatted.returncode == 0, formatted.stdout
 
 
+# `make lint` installs it beside the interpreter.
+SEARCHED = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+
+
 def ruff(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = shutil.which("ruff")
+    command = shutil.which("ruff", path=os.pathsep.join(SEARCHED))
     if command is None:
         pytest.skip("ruff is not installed")
     return subprocess.run(

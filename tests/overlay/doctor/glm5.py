@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """GLM-5 files at real size, without weights, that `vllm serve` would accept.
 
-As `tests/helpers/glm_header.py`, with a vocabulary and merges that fit each other.
+As `tests/helpers/glm_header.py`,
+with a vocabulary and merges that fit each other.
 """
 
 import itertools

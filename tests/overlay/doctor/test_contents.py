@@ -90,6 +90,6 @@ def test_a_file_of_real_size_takes_less_than_two_seconds(glm53: Path) -> None:
     """Once vLLM is imported; as processor time, as other processes are running."""
     machine = Machine("cpu", 1, 1024 * GIB, None, "CPU", True)
     diagnose(glm53, machine, Request())
-    started = time.process_time()
+    started = time.thread_time()
     diagnose(glm53, machine, Request())
-    assert time.process_time() - started < 2
+    assert time.thread_time() - started < 2

@@ -112,7 +112,7 @@ def read_all(file: GGUFFile) -> None:
 
 
 def overwrite(path, data):
-    """As `write_bytes`, but the file never gets empty, which makes closing it slow."""
+    """As `write_bytes`, but the file never is empty: to close it then is slow."""
     with path.open("r+b") as file:
         file.write(data)
         file.truncate()
