@@ -11,6 +11,8 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import types
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
@@ -97,6 +100,19 @@ def exact_conversions() -> Iterator[None]:
 
     with mock.patch.object(interpreter, "_convert_float", exact):
         yield
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Of a thread, spilled registers above all, in all kernels of `cubin`."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.check_output(command, text=True)
+    return sum(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
 
 
 def _elsewhere(test: Test, pool: Callable[[], ProcessPoolExecutor]) -> Test:

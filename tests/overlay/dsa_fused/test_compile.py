@@ -2,16 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """What the operations launch compiles for GPUs without fp8, in bfloat16 and float16."""
 
-import re
-import subprocess
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.real_triton import compiling, with_compiler
+from tests.helpers.real_triton import compiling, stack_bytes, with_compiler
 from tests.overlay.dsa_fused.cases import (
     NormRope,
     Query,
@@ -48,18 +44,6 @@ def check(kernel: Any, capability: int) -> None:
     assert "e4m3" not in kernel.asm["ptx"]
     assert kernel.metadata.shared <= LIMIT[capability]
     assert stack_bytes(kernel.asm["cubin"]) == 0
-
-
-def stack_bytes(cubin: bytes) -> int:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.check_output(command, text=True)
-    return sum(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
 
 
 @with_compiler

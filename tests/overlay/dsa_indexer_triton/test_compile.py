@@ -3,16 +3,13 @@
 """The index logits compile for all devices, without spills and within their memory."""
 
 import re
-import subprocess
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.helpers.real_triton import compiling, with_compiler
+from tests.helpers.real_triton import compiling, stack_bytes, with_compiler
 from tests.overlay.dsa_indexer_triton.cases import FP8, OPS, TOKEN_BYTES
 
 # Shared memory that one block may have, in bytes.
@@ -46,18 +43,6 @@ def check(kernel: Any, capability: int, multiplies: bool = True) -> None:
     assert ("e4m3" in ptx) <= (capability >= 89)
     assert kernel.metadata.shared <= LIMIT[capability]
     assert stack_bytes(kernel.asm["cubin"]) == 0
-
-
-def stack_bytes(cubin: bytes) -> int:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.check_output(command, text=True)
-    return sum(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
 
 
 def on_device(module: str, capability: int) -> Any:

@@ -35,11 +35,14 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 )
 from vllm.v1.attention.backends.mla.triton_mla_sparse_warmup import register_warmup
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
-from vllm.v1.attention.ops.sparse_mla.triton_sparse_mla import triton_sparse_mla
+from vllm.v1.attention.ops.sparse_mla.triton_sparse_mla import (
+    LATENT_DIM,
+    MAX_HEADS,
+    ROPE_DIM,
+    triton_sparse_mla,
+)
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 
-KV_LORA_RANK = 512
-MAX_HEADS = 128
 # Longest query that still counts as decode. Both kinds of tokens run the same kernel;
 # for decode alone layers that share an indexer convert its indices once.
 DECODE_QUERY_LEN = 128
@@ -79,7 +82,7 @@ class TritonMLASparseBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         # The latent row, with and without a rotated part of 64 values.
-        return [KV_LORA_RANK + 64, KV_LORA_RANK]
+        return [LATENT_DIM + ROPE_DIM, LATENT_DIM]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -134,8 +137,8 @@ def _model_reason(vllm_config: VllmConfig) -> str | None:
     if getattr(config, "index_topk", None) is None:
         return "the model has no index_topk"
     rank = getattr(config, "kv_lora_rank", None)
-    if rank != KV_LORA_RANK:
-        return f"kv_lora_rank {rank} is not {KV_LORA_RANK}"
+    if rank != LATENT_DIM:
+        return f"kv_lora_rank {rank} is not {LATENT_DIM}"
     # Decode context parallelism gathers the heads of all its ranks.
     heads = dcp_size * vllm_config.model_config.get_num_attention_heads(parallel)
     if heads > MAX_HEADS:

@@ -13,7 +13,11 @@ import torch
 
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
-from vllm.v1.attention.ops.sparse_mla.triton_sparse_mla import triton_sparse_mla
+from vllm.v1.attention.ops.sparse_mla.triton_sparse_mla import (
+    DS_MLA_ROW_BYTES,
+    LATENT_DIM,
+    triton_sparse_mla,
+)
 from vllm.v1.attention.ops.sparse_mla.tuning import (
     CacheFormat,
     KernelConfig,
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-KV_LORA_RANK = 512
 # Any count compiles the same code; this one keeps the tensors small.
 TOKENS = 16
 ROWS = 64
@@ -59,13 +62,13 @@ class SparseMLAWarmup(VllmJitKernel[WarmupKey]):
             q: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = zeros(
                 TOKENS,
                 key.heads,
-                KV_LORA_RANK + key.rope,
+                LATENT_DIM + key.rope,
                 dtype=key.dtype,
                 device=key.device,
             )
         else:
             latent = zeros(
-                key.heads, TOKENS, KV_LORA_RANK, dtype=key.dtype, device=key.device
+                key.heads, TOKENS, LATENT_DIM, dtype=key.dtype, device=key.device
             )
             rope = zeros(
                 TOKENS, key.heads, key.rope, dtype=key.dtype, device=key.device
@@ -129,7 +132,7 @@ def warmup_keys(
         WarmupKey(
             heads=heads,
             topk=topk,
-            rope=spec.head_size - KV_LORA_RANK,
+            rope=spec.head_size - LATENT_DIM,
             dtype=model.dtype,
             cache_dtype=cache_dtype,
             device=device,
@@ -159,6 +162,6 @@ def _cache_format(cache_dtype: str) -> CacheFormat:
 
 def _row_format(key: WarmupKey) -> tuple[int, torch.dtype]:
     if key.cache_dtype == "fp8_ds_mla":
-        return 656, torch.uint8
+        return DS_MLA_ROW_BYTES, torch.uint8
     dtype = torch.float8_e4m3fn if _is_fp8(key.cache_dtype) else key.dtype
-    return KV_LORA_RANK + key.rope, dtype
+    return LATENT_DIM + key.rope, dtype
