@@ -147,7 +147,8 @@ def print_report(report: dict[str, Any]) -> None:
         )
     for name, message in report["failed"].items():
         print(f"{shape} {name:9s} failed: {message}", flush=True)
-    values = ",".join(str(value) for value in report["config"].values())
+    config = dict(report["config"])
+    values = ",".join(map(str, (config.pop("kernel"), *config.values())))
     ratio = "no peer"
     if report["ratio"] is not None:
         ratio = f"ratio {report['ratio']:.2f} to {report['best_peer']}"

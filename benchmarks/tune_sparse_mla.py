@@ -9,7 +9,8 @@ Needs torch, Triton and this repository; vLLM need not be installed. For every c
 format and class of heads it compiles what fits into the device's shared memory, times
 all of it briefly and the best again, and prints entries for
 `vllm/v1/attention/ops/sparse_mla/tuning.py`. Kernels that give wrong results or spill
-registers are not chosen. Please send the printed entries and the JSON file.
+more than a few registers are not chosen. Please send the printed entries and the
+JSON file.
 """
 
 import argparse
@@ -24,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -45,17 +45,18 @@ from benchmarks.sparse_mla_timing import (
 from tests.gpu._standalone import asked_capability, pretend
 from tests.overlay.sparse_mla.cases import Case, make
 from vllm.v1.attention.ops.sparse_mla import triton_sparse_mla as kernels
-from vllm.v1.attention.ops.sparse_mla import tuning
 from vllm.v1.attention.ops.sparse_mla.tuning import (
-    CacheFormat,
+    Kernel,
     KernelConfig,
-    choose_config,
     device_class,
+    with_splits,
 )
 
 TOKENS = {True: (1, 8, 32), False: (512, 2048)}
 TOPK = 2048
 WRONG = 4e-3
+# Registers of 32 bits; 80 bytes, as in sparse_mla_resources.py.
+SPILLS = 20
 FINALISTS = 4
 
 
@@ -65,7 +66,7 @@ class Candidate:
 
     Attributes:
         us: microseconds by number of tokens.
-        spills: registers that were spilled; with any it is timed, but not chosen.
+        spills: registers that were spilled; with many it is timed, but not chosen.
         status: "untried", "compiled", "measured", or why it is out.
     """
 
@@ -83,6 +84,7 @@ class Candidate:
 
     def report(self) -> dict[str, Any]:
         return {
+            "kernel": self.config.kernel,
             "config": astuple(self.config)[:4],
             "status": self.status,
             "shared": self.shared,
@@ -109,8 +111,8 @@ class Place:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that does not spill registers."""
-        return next((c for c in self.ranked if not c.spills), None)
+        """The fastest that hardly spills registers."""
+        return next((c for c in self.ranked if c.spills <= SPILLS), None)
 
     def __str__(self) -> str:
         tokens = "few" if self.few else "many"
@@ -131,16 +133,20 @@ def configurations(heads: int, row_bytes: int, limit: int) -> Iterator[KernelCon
         if stages // 2 * block_rows * row_bytes > limit:
             continue
         yield KernelConfig(block_heads, block_rows, warps, stages)
+    for block_heads, block_rows in itertools.product((16, 32), (32, 64)):
+        for warps in (block_heads // 4, block_heads // 2):
+            fits = 2 * block_rows * row_bytes <= limit and warps <= 8
+            if fits and block_heads <= max(16, heads):
+                shape = block_heads, block_rows, warps, 2
+                yield KernelConfig(*shape, kernel=Kernel.GLUON)
 
 
 def served(config: KernelConfig, case: Case) -> KernelConfig:
     """`config` with the splits that serving gives it where it is the only entry."""
-    capability, num_sms = kernels._device(torch.device(timing.DEVICE, 0))
-    cache = CacheFormat(case.cache)
-    with mock.patch.object(tuning, "_find", lambda *_: config):
-        return choose_config(
-            capability, case.heads, case.tokens, case.topk, cache, num_sms
-        )
+    _, num_sms = kernels._device(torch.device(timing.DEVICE, 0))
+    if case.tokens * -(-case.heads // config.block_heads) >= num_sms:
+        return config
+    return with_splits(config, case.heads, case.tokens, case.topk, num_sms)
 
 
 def compile_all(
@@ -209,14 +215,14 @@ def tune(place: Place, options: argparse.Namespace, limit: int, seconds: float) 
         if time.monotonic() < begin + seconds:
             time_one(candidate, workload, 10)
     timed = sorted((c for c in compiled if c.us), key=lambda c: c.score)
-    finalists = [c for c in timed if not c.spills][:FINALISTS]
-    finalists += [c for c in timed if c.spills][:1]
+    finalists = [c for c in timed if c.spills <= SPILLS][:FINALISTS]
+    finalists += [c for c in timed if c.spills > SPILLS][:1]
     for number in tokens:
         workload = Workload.create(place.heads, number, TOPK, place.cache)
         for candidate in finalists:
             if candidate.us:
                 time_one(candidate, workload, 60)
-    said = [place.best] + [c for c in place.ranked[:1] if c.spills]
+    said = [place.best] + [c for c in place.ranked[:1] if c.spills > SPILLS]
     seconds = time.monotonic() - begin
     print(
         f"{place}: {len(compiled)} compiled in {compile_seconds:.0f} s, all done in"
@@ -231,7 +237,7 @@ def describe(candidate: Candidate | None) -> str:
     times = ", ".join(f"T={t} {us:.1f} us" for t, us in candidate.us.items())
     spills = f", spills {candidate.spills}" if candidate.spills else ""
     return (
-        f"{astuple(candidate.config)[:4]} {times}, {candidate.shared} bytes,"
+        f"{written(candidate.config)} {times}, {candidate.shared} bytes,"
         f" {candidate.registers} registers{spills}"
     )
 
@@ -248,10 +254,18 @@ def entries(places: list[Place], device: str) -> str:
             if None in pair:
                 lines.append(f"    # {heads} heads: not measured")
                 continue
-            few, many = (f"KernelConfig{astuple(c.config)[:4]}" for c in pair if c)
+            few, many = (written(c.config) for c in pair if c)
             lines.append(f"    ({heads}, {few}, {many}),")
         lines.append("),")
     return "\n".join(lines)
+
+
+def written(config: KernelConfig) -> str:
+    """The configuration as tuning.py writes it."""
+    shape = astuple(config)[:4]
+    if config.kernel is Kernel.GLUON:
+        return f"_gluon{shape[:3]}"
+    return f"KernelConfig{shape}"
 
 
 def arguments() -> argparse.Namespace:

@@ -133,6 +133,7 @@ def test_a_wrong_result_of_ours_fails_the_benchmark(tmp_path):
             "num_warps": 4,
             "num_stages": 1,
             "splits": 2,
+            "kernel": "triton",
         }
         assert shapes[0]["best_peer"] is None
         with mock.patch.object(bench.kernels, "triton_sparse_mla", wrong):
@@ -161,9 +162,9 @@ def test_printed_entries_are_those_of_the_table():
     places = [
         place("model", 16, True, (3.0, 0), (2.0, 0)),
         # The fastest spills, the second does not.
-        place("model", 16, False, (1.0, 7), (2.0, 0), (3.0, 0)),
+        place("model", 16, False, (1.0, 21), (2.0, 20), (3.0, 0)),
         place("model", 128, True, (1.0, 0)),
-        place("model", 128, False, (1.0, 1)),
+        place("model", 128, False, (1.0, 21)),
         place("fp8_ds_mla", 128, True, (1.0, 0)),
         place("fp8_ds_mla", 128, False, (2.0, 0)),
     ]
@@ -219,7 +220,7 @@ def test_the_tuner_drops_what_is_wrong_or_does_not_fit():
                 _init_handles=lambda: None,
                 metadata=SimpleNamespace(shared=shared),
                 n_regs=99,
-                n_spills=3 if config.num_stages == 1 else 0,
+                n_spills=30 if config.num_stages == 1 else 0,
             )
         )
 
@@ -259,8 +260,9 @@ def test_the_tuner_splits_as_serving_does():
     from vllm.v1.attention.ops.sparse_mla import tuning
 
     row = next(row for row in tuning.table() if row.few_tokens)
+    assert row.device == "small"
     case = tuner.Case(row.max_heads, 1, 2048, row.cache)
-    capability = {"small": (8, 9), "medium": (8, 0), "large": (9, 0)}[row.device]
+    capability = (8, 9)
     with mock.patch.object(tuner.kernels, "_device", lambda device: (capability, 64)):
         want = tuning.choose_config(capability, case.heads, 1, case.topk, row.cache, 64)
         assert tuner.served(row.config, case) == want

@@ -8,6 +8,7 @@ of the shape with the most shared memory, all variants on three devices of diffe
 code generators and one variant on the others.
 """
 
+import itertools
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def documented() -> dict[str, str]:
     lines = [
         line for line in DOCUMENT.read_text().split("\n") if re.match(r"\| \d", line)
     ]
-    return {"|".join(line.split("|")[1:6]).strip(): line for line in lines}
+    return {"|".join(line.split("|")[1:7]).strip(): line for line in lines}
 
 
 def largest(sm: int):
@@ -35,7 +36,7 @@ def largest(sm: int):
     from benchmarks.sparse_mla_resources import entries
 
     lines = documented()
-    shared = {entry: int(lines[entry.label].split("|")[7]) for entry in entries(sm)}
+    shared = {entry: int(lines[entry.label].split("|")[8]) for entry in entries(sm)}
     entry = max(shared, key=lambda entry: shared[entry])
     return entry, lines[entry.label]
 
@@ -43,7 +44,7 @@ def largest(sm: int):
 def usage_in(line: str):
     from benchmarks.sparse_mla_resources import Usage
 
-    variants, shared, _, registers, stack = map(int, line.split("|")[6:11])
+    variants, shared, _, registers, stack = map(int, line.split("|")[7:12])
     return Usage(shared, registers, stack, variants)
 
 
@@ -63,7 +64,9 @@ def test_the_document_has_all_that_the_table_may_pick():
     from benchmarks.sparse_mla_resources import LIMITS, entries
 
     expected = {
-        entry.label: 8 if entry.split else 4 for sm in LIMITS for entry in entries(sm)
+        entry.label: (1 + entry.split) * (2 if entry.cache == "fp8_ds_mla" else 4)
+        for sm in LIMITS
+        for entry in entries(sm)
     }
     found = {label: usage_in(line).variants for label, line in documented().items()}
     assert found == expected, AGAIN
@@ -95,10 +98,10 @@ def test_compiling_gives_the_figures_of_the_document(sm):
 @with_compiler
 @pytest.mark.parametrize("sm", ONE_VARIANT)
 def test_one_variant_takes_no_more_than_the_document_says(sm):
-    from benchmarks.sparse_mla_resources import KernelConfig, compiled, usage
+    from benchmarks.sparse_mla_resources import compiled, usage
 
     entry, said = largest(sm)
-    kernel = compiled(entry, KernelConfig(*entry.config), torch.bfloat16, 64)[0]
+    kernel = compiled(entry, entry.config(), torch.bfloat16, 64)[0]
     assert kernel.metadata.target.arch == sm
     found, limit = usage(kernel), usage_in(said)
     assert found.shared <= limit.shared
@@ -109,17 +112,10 @@ def test_one_variant_takes_no_more_than_the_document_says(sm):
 @with_compiler
 @pytest.mark.parametrize("sm", [80, 120])
 def test_combining_the_most_splits_spills_nothing(sm):
-    from benchmarks.sparse_mla_resources import (
-        KernelConfig,
-        compiled,
-        entries,
-        fits,
-        usage,
-    )
+    from benchmarks.sparse_mla_resources import compiled, entries, fits, usage
 
     entry = entries(sm)[0]
-    config = KernelConfig(*entry.config, splits=128)
-    _, combine = compiled(entry, config, torch.bfloat16, 64)
+    _, combine = compiled(entry, entry.config(splits=128), torch.bfloat16, 64)
     assert combine.metadata.name == "_combine_kernel"
     assert fits(sm, usage(combine))
 
@@ -129,15 +125,14 @@ def test_what_does_not_fit_is_found():
     from benchmarks.sparse_mla_resources import (
         CacheFormat,
         Entry,
-        KernelConfig,
+        Kernel,
         compiled,
         fits,
         usage,
     )
 
-    config = KernelConfig(64, 64, 4, 2)
-    entry = Entry(120, CacheFormat.MODEL, (64, 64, 4, 2), False)
-    found = usage(compiled(entry, config, torch.bfloat16, 64)[0])
+    entry = Entry(120, CacheFormat.MODEL, (64, 64, 4, 2), Kernel.TRITON, False)
+    found = usage(compiled(entry, entry.config(), torch.bfloat16, 64)[0])
     assert found.shared > 101_376
     assert found.stack > 0
     assert not fits(120, found)
@@ -149,12 +144,14 @@ def test_devices_without_fp8_need_no_instruction_of_it(sm):
     from benchmarks.sparse_mla_resources import (
         CacheFormat,
         Entry,
-        KernelConfig,
+        Kernel,
         compiled,
     )
 
-    for cache in (CacheFormat.FP8, CacheFormat.FP8_DS_MLA):
-        entry = Entry(sm, cache, (16, 16, 4, 2), False)
-        kernel = compiled(entry, KernelConfig(16, 16, 4, 2), torch.float16, 64)[0]
+    shapes = ((16, 32, 4, 2), Kernel.TRITON), ((16, 32, 8, 2), Kernel.GLUON)
+    caches = CacheFormat.FP8, CacheFormat.FP8_DS_MLA
+    for cache, shape in itertools.product(caches, shapes):
+        entry = Entry(sm, cache, *shape, False)
+        kernel = compiled(entry, entry.config(), torch.bfloat16, 64)[0]
         assert f".target sm_{sm}" in kernel.asm["ptx"]
         assert "e4m3" not in kernel.asm["ptx"]

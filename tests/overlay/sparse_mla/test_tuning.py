@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.attention.ops.sparse_mla.tuning import (
     OVERRIDE,
     CacheFormat,
+    Kernel,
     KernelConfig,
     choose_config,
     device_class,
@@ -67,6 +68,13 @@ def test_many_tokens_are_not_split(tokens):
     assert choose_config((9, 0), 8, tokens, 2048, CacheFormat.MODEL, 132).splits == 1
 
 
+@pytest.mark.parametrize("cache", CacheFormat)
+def test_the_interpreter_gets_the_kernel_that_it_can_run(cache):
+    for heads, tokens in itertools.product(HEADS, TOKENS):
+        config = choose_config((0, 0), heads, tokens, 64, cache, 1)
+        assert config.kernel is Kernel.TRITON
+
+
 def test_a_device_that_is_not_known_gets_what_fits_everywhere():
     assert device_class((13, 5)) is device_class((8, 6))
     assert device_class((8, 6)).shared_memory == 101_376
@@ -82,6 +90,7 @@ def test_more_heads_than_the_kernel_takes_are_refused():
     [
         ("32,64,8,2", KernelConfig(32, 64, 8, 2)),
         ("16,16,4,1,9", KernelConfig(16, 16, 4, 1, 9)),
+        ("gluon,32,64,8,2,3", KernelConfig(32, 64, 8, 2, 3, kernel=Kernel.GLUON)),
     ],
 )
 def test_the_environment_overrides_the_table(text, config, monkeypatch):
@@ -100,6 +109,9 @@ def test_the_environment_overrides_the_table(text, config, monkeypatch):
         ("16,64,3,3", "num_warps is 3"),
         ("16,64,4,0", "num_stages is 0"),
         ("16,64,4,3,0", "splits is 0"),
+        ("gluon,32,32,4,2", "multiple of 8 warps"),
+        ("gluon,16,32,4,3", "2 stages"),
+        ("gluon,16,16,4,2", "needs 32"),
     ],
 )
 def test_a_wrong_override_is_named(text, reason):

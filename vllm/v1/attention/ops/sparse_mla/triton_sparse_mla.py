@@ -10,6 +10,8 @@ results. docs/design/sparse_mla.md has the data flow and the reasons.
 
 import functools
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.fp8_bytes import e4m3_to_float32
 from vllm.v1.attention.ops.sparse_mla.tuning import (
     CacheFormat,
+    Kernel,
     KernelConfig,
     choose_config,
 )
@@ -321,15 +324,27 @@ def triton_sparse_mla(
         config = choose_config(
             capability, heads, tokens, indices.shape[1], cache, num_sms
         )
+    if not _gluon_can(rows, cache, q_latent.dtype):
+        config = replace(config, kernel=Kernel.TRITON)
     part, part_lse = out, lse
     if config.splits > 1:
         shape = (tokens, config.splits, heads)
         part = lse.new_empty(*shape, LATENT_DIM)
         part_lse = lse.new_empty(*shape)
-    native_fp8 = capability >= (8, 9)
+    # Gluon widens fp8 rows from bytes on every device.
+    native_fp8 = capability >= (8, 9) and config.kernel is Kernel.TRITON
     values, scales, rope = _views(rows, cache, native_fp8)
+    kernel, options = _sparse_mla_kernel, {}
+    if config.kernel is Kernel.GLUON:
+        kernel = _gluon_kernel()
+    else:
+        options = {
+            "STAGES": config.num_stages,
+            "NATIVE_FP8": native_fp8,
+            "num_stages": config.num_stages,
+        }
     grid = (tokens * triton.cdiv(heads, config.block_heads), config.splits)
-    _sparse_mla_kernel[grid](
+    kernel[grid](
         q_latent,
         q_rope,
         values,
@@ -351,14 +366,12 @@ def triton_sparse_mla(
         config.splits,
         BLOCK_H=config.block_heads,
         BLOCK_N=config.block_rows,
-        STAGES=config.num_stages,
         FORMAT=_FORMATS[cache],
         HAS_ROPE=q_rope.shape[2] > 0,
         HAS_COUNTS=counts is not None,
-        NATIVE_FP8=native_fp8,
         PARTIAL=config.splits > 1,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **options,
     )
     if config.splits > 1:
         padded = triton.next_power_of_2(config.splits)
@@ -375,6 +388,25 @@ def triton_sparse_mla(
             num_warps=4,
         )
     return out, lse
+
+
+def _gluon_can(rows: torch.Tensor, cache: CacheFormat, dtype: torch.dtype) -> bool:
+    """Whether the Gluon kernel takes these rows.
+
+    It copies 16 aligned bytes at a time. And it multiplies the weights of rows by their
+    fp8_ds_mla scales, which can be too small for float16.
+    """
+    tiny = cache is CacheFormat.FP8_DS_MLA and dtype == torch.float16
+    return rows.data_ptr() % 16 == 0 and not tiny
+
+
+def _gluon_kernel() -> Any:
+    # Imported when a device takes it: without Triton there is no Gluon to import.
+    from vllm.v1.attention.ops.sparse_mla.gluon_sparse_mla import (
+        gluon_sparse_mla_kernel,
+    )
+
+    return gluon_sparse_mla_kernel
 
 
 @functools.cache

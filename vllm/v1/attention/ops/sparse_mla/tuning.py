@@ -10,7 +10,7 @@ call take the same kernel. docs/design/sparse_mla.md says where the entries come
 import enum
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 OVERRIDE = "VLLM_TRITON_MLA_SPARSE_CONFIG"
 
@@ -23,12 +23,20 @@ class CacheFormat(enum.StrEnum):
     FP8_DS_MLA = "fp8_ds_mla"
 
 
+class Kernel(enum.StrEnum):
+    """Which kernel runs: that in Triton, or that in Gluon with explicit layouts."""
+
+    TRITON = "triton"
+    GLUON = "gluon"
+
+
 class DeviceClass(enum.StrEnum):
     """Devices by the shared memory that one thread block may use."""
 
     LARGE = "large"
     MEDIUM = "medium"
     SMALL = "small"
+    INTERPRETER = "interpreter"
 
     @property
     def shared_memory(self) -> int:
@@ -41,6 +49,8 @@ _SHARED_MEMORY = {
     DeviceClass.LARGE: 232_448,
     DeviceClass.MEDIUM: 166_912,
     DeviceClass.SMALL: 101_376,
+    # Triton's interpreter on the CPU has no limit.
+    DeviceClass.INTERPRETER: 1 << 30,
 }
 
 
@@ -51,6 +61,7 @@ class KernelConfig:
     Attributes:
         block_heads: heads of one program; 16 or more, a power of two.
         block_rows: selected rows of one step; 16 or more, a power of two.
+        num_stages: tiles in flight; of the Gluon kernel always 2.
         splits: programs that share the rows of one query and block of heads.
     """
 
@@ -59,6 +70,7 @@ class KernelConfig:
     num_warps: int
     num_stages: int
     splits: int = 1
+    kernel: Kernel = field(default=Kernel.TRITON, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("block_heads", "block_rows"):
@@ -74,6 +86,19 @@ class KernelConfig:
                 f"num_stages is {self.num_stages} and splits is {self.splits};"
                 " both must be 1 or more"
             )
+        if self.kernel is Kernel.GLUON:
+            self._check_gluon()
+
+    def _check_gluon(self) -> None:
+        # Four sets of warps, in each of them one for every 16 heads.
+        if self.num_warps % (self.block_heads // 4) or self.num_stages != 2:
+            raise ValueError(
+                f"{self.num_warps} warps, {self.num_stages} stages: the Gluon kernel"
+                f" needs a multiple of {self.block_heads // 4} warps for"
+                f" {self.block_heads} heads, and 2 stages"
+            )
+        if self.block_rows < 32:
+            raise ValueError(f"block_rows is {self.block_rows}; Gluon needs 32 or more")
 
 
 @dataclass(frozen=True)
@@ -105,40 +130,36 @@ def _entries(
     ]
 
 
-# Up to 16 heads: bound by the gather of the rows. All sizes fit every device.
-_NARROW = KernelConfig(16, 64, 4, 3)
-_NARROW_FEW = KernelConfig(16, 32, 4, 3)
-_NARROW_FP8 = KernelConfig(16, 64, 8, 3)
-_NARROW_DS_MLA = KernelConfig(16, 32, 8, 2)
-# More heads: 32 of them are what 99 KiB of shared memory hold beside a tile of rows.
-_WIDE = KernelConfig(32, 32, 8, 2)
-_WIDE_FP8 = KernelConfig(32, 32, 8, 3)
-_WIDE_MEDIUM = KernelConfig(32, 64, 8, 2)
-_WIDE_LARGE = KernelConfig(32, 64, 8, 3)
-_FULL = KernelConfig(64, 32, 8, 3)
+def _gluon(block_heads: int, block_rows: int, num_warps: int) -> KernelConfig:
+    return KernelConfig(block_heads, block_rows, num_warps, 2, kernel=Kernel.GLUON)
+
+
 _ALL = 128
-_WIDE_MODEL = {
-    DeviceClass.SMALL: ((_ALL, _WIDE, _WIDE),),
-    DeviceClass.MEDIUM: ((_ALL, _WIDE_MEDIUM, _WIDE_MEDIUM),),
-    DeviceClass.LARGE: ((32, _WIDE_LARGE, _WIDE_LARGE), (_ALL, _FULL, _FULL)),
-}
-_NARROW_QUANTIZED = {
-    CacheFormat.FP8: _NARROW_FP8,
-    CacheFormat.FP8_DS_MLA: _NARROW_DS_MLA,
-}
+# Both fit in 99 KiB. More heads at a time do not, beside two tiles of rows.
+_NARROW = _gluon(16, 32, 4)
+_WIDE = _gluon(32, 32, 8)
+# Tiles of more rows, for devices that have the memory.
+_WIDE_LARGE = _gluon(32, 64, 8)
+# Where rows have to be scaled, wgmma is ahead of mma.sync.
+_WGMMA = KernelConfig(64, 32, 8, 3)
+# What the interpreter runs: it knows no Gluon.
+_INTERPRETED = KernelConfig(16, 32, 4, 2)
+_PORTABLE = ((16, _NARROW, _NARROW), (_ALL, _WIDE, _WIDE))
+_LARGE = ((16, _NARROW, _NARROW), (_ALL, _WIDE, _WIDE_LARGE))
+_LARGE_DS_MLA = ((16, _NARROW, _NARROW), (_ALL, _WIDE, _WGMMA))
 _TABLE = tuple(
     row
-    for device, wide in _WIDE_MODEL.items()
-    for row in (
-        *_entries(device, CacheFormat.MODEL, (16, _NARROW_FEW, _NARROW), *wide),
-        *(
-            row
-            for cache, narrow in _NARROW_QUANTIZED.items()
-            for row in _entries(
-                device, cache, (16, narrow, narrow), (_ALL, _WIDE_FP8, _WIDE_FP8)
-            )
+    for cache in CacheFormat
+    for device, entries in (
+        (DeviceClass.SMALL, _PORTABLE),
+        (DeviceClass.MEDIUM, _PORTABLE),
+        (
+            DeviceClass.LARGE,
+            _LARGE_DS_MLA if cache is CacheFormat.FP8_DS_MLA else _LARGE,
         ),
+        (DeviceClass.INTERPRETER, ((_ALL, _INTERPRETED, _INTERPRETED),)),
     )
+    for row in _entries(device, cache, *entries)
 )
 
 
@@ -152,6 +173,8 @@ def device_class(capability: tuple[int, int]) -> DeviceClass:
 
     A device that is not known gets the configurations that fit everywhere.
     """
+    if capability == (0, 0):
+        return DeviceClass.INTERPRETER
     # SM10x could hold more, but nothing was measured there.
     if capability == (8, 0) or capability[0] == 10:
         return DeviceClass.MEDIUM
@@ -198,12 +221,15 @@ def with_splits(
 def parse_config(text: str) -> KernelConfig:
     """The configuration that `block_heads,block_rows,num_warps,num_stages[,splits]` is.
 
+    With `gluon,` in front it is one of the Gluon kernel.
+
     Raises:
         ValueError: the text is not such a list, or not a valid configuration.
     """
     try:
-        values = [int(part) for part in text.split(",")]
-        return KernelConfig(*values)
+        numbers = text.removeprefix(f"{Kernel.GLUON},")
+        config = KernelConfig(*(int(part) for part in numbers.split(",")))
+        return replace(config, kernel=Kernel.GLUON) if numbers != text else config
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{OVERRIDE}={text!r}: expected"
