@@ -348,6 +348,34 @@ def test_refused_cache_dtypes_are_those_that_the_backend_lacks():
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        "alibi_slopes",
+        "sliding_window",
+        "logits_soft_cap",
+        "kv_sharing_target_layer_name",
+        "attn_type",
+    ],
+)
+def test_options_without_support_are_refused_by_name(option):
+    from vllm.v1.attention.backends.mla.cpu_mla_sparse import CPUMLASparseImpl
+
+    options = {
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "logits_soft_cap": None,
+        "kv_sharing_target_layer_name": None,
+        "attn_type": "decoder",
+        option: "encoder",
+    }
+    refusal = f"CPU_MLA_SPARSE does not support {option}='encoder'"
+    with pytest.raises(NotImplementedError, match=refusal):
+        CPUMLASparseImpl(
+            4, 576, 0.1, 1, kv_cache_dtype="auto", kv_lora_rank=512, **options
+        )
+
+
+@pytest.mark.parametrize(
     ("attributes", "sparse"),
     [
         pytest.param({"index_topk": 64}, True, id="dsa"),

@@ -342,7 +342,14 @@ def test_hisparse_gets_the_metadata_that_stages_prompts():
 
 
 @pytest.mark.parametrize(
-    "option", ["alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type"]
+    "option",
+    [
+        "alibi_slopes",
+        "sliding_window",
+        "logits_soft_cap",
+        "kv_sharing_target_layer_name",
+        "attn_type",
+    ],
 )
 @in_cuda_tree
 def test_options_without_support_are_refused_by_name(option):
@@ -352,19 +359,13 @@ def test_options_without_support_are_refused_by_name(option):
         "alibi_slopes": None,
         "sliding_window": None,
         "logits_soft_cap": None,
+        "kv_sharing_target_layer_name": None,
         "attn_type": "decoder",
         option: "encoder",
     }
-    with pytest.raises(NotImplementedError, match=f"{option}='encoder'"):
-        TritonMLASparseImpl(
-            HEADS,
-            576,
-            SCALE,
-            1,
-            kv_cache_dtype="auto",
-            kv_sharing_target_layer_name=None,
-            **options,
-        )
+    refusal = f"TRITON_MLA_SPARSE does not support {option}='encoder'"
+    with pytest.raises(NotImplementedError, match=refusal):
+        TritonMLASparseImpl(HEADS, 576, SCALE, 1, kv_cache_dtype="auto", **options)
 
 
 @pytest.mark.parametrize("cache_dtype", FORMATS)

@@ -26,7 +26,7 @@ from vllm.transformers_utils.gguf.errors import GGUFError
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig
 from vllm.transformers_utils.gguf.plan import PlannedWeight, make_plan
 from vllm.transformers_utils.gguf.reader import GGUFFile, TensorInfo, open_gguf
-from vllm.transformers_utils.gguf.serving import QUANTIZATION
+from vllm.transformers_utils.gguf.serving import QUANTIZATION, stage_error
 
 logger = init_logger(__name__)
 
@@ -115,18 +115,11 @@ def _is_shared(name: str) -> bool:
 
 
 def _check_stage(model: nn.Module, config: GlmDsaConfig) -> None:
-    """Refuse a pipeline stage whose first layer would reuse another stage's top-k.
-
-    The selection is not sent from stage to stage, so that it would be garbage.
-    """
+    """Refuse a pipeline stage whose first layer would reuse another stage's top-k."""
     first = getattr(getattr(model, "model", None), "start_layer", 0)
-    if first < config.num_hidden_layers and not config.indexer_full[first]:
-        full = [i for i in range(config.num_hidden_layers) if config.indexer_full[i]]
-        raise GGUFError(
-            f"this pipeline stage begins at layer {first}, which shares the top-k of a "
-            "layer in the stage before; let each stage begin at one of the layers "
-            f"{full}: see VLLM_PP_LAYER_PARTITION"
-        )
+    error = stage_error(config, first)
+    if error is not None:
+        raise GGUFError(error)
 
 
 class _WeightReader:

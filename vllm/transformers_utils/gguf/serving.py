@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """What the command line and the engine arguments do with a GGUF model path.
 
-Each public function is called from one edited line of the release.
+Each public function is called from one edited line of the release, but for two that the
+doctor asks as well: `check_speculation`, and `stage_error`, which is the loader's.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def resolve_engine_args(args: Any) -> None:
     if args.tokenizer == model:
         args.tokenizer = None
     prepared = prepare_model(model, _cache_root(), own_tokenizer=bool(args.tokenizer))
-    _check_speculation(model, args, prepared.config)
+    check_speculation(model, args, prepared.config)
     logger.info("Configuration and tokenizer are in %s", prepared.directory)
     args.model = str(prepared.directory)
     if args.load_format in ("auto", "gguf"):
@@ -107,6 +108,36 @@ def tokenizer_source(name: str | Path) -> str | Path:
     if not _is_native(str(name)):
         return name
     return str(prepare_model(name, _cache_root()).directory)
+
+
+def check_speculation(model: str, args: Any, config: GlmDsaConfig) -> None:
+    """Raise GGUFError if `args` asks for the MTP block of a file that has none.
+
+    `args` has `speculative_config` and `spec_method`, as `EngineArgs` has.
+    """
+    speculative = args.speculative_config or {}
+    methods = (speculative.get("method"), args.spec_method)
+    if "mtp" in methods and not config.num_nextn_predict_layers:
+        raise GGUFError(
+            f"{model}: speculative method mtp needs the MTP block of the model, which "
+            "this file was converted without; leave the speculative options out"
+        )
+
+
+def stage_error(config: GlmDsaConfig, first: int) -> str | None:
+    """Why no pipeline stage can begin at layer `first`, None if one can.
+
+    The top-k is not sent from stage to stage: a first layer that shares the one of an
+    earlier layer would read garbage.
+    """
+    if first >= config.num_hidden_layers or config.indexer_full[first]:
+        return None
+    full = [i for i, owns in enumerate(config.indexer_full) if owns]
+    return (
+        f"this pipeline stage begins at layer {first}, which shares the top-k of a "
+        "layer in the stage before; let each stage begin at one of the layers "
+        f"{full}: see VLLM_PP_LAYER_PARTITION"
+    )
 
 
 @contextmanager
@@ -130,16 +161,6 @@ def _check_options(model: str, args: Any) -> None:
                 f"{ARCHITECTURE} GGUF file, whose weights carry their own format; "
                 f"leave {option} out"
             )
-
-
-def _check_speculation(model: str, args: Any, config: GlmDsaConfig) -> None:
-    speculative = args.speculative_config or {}
-    methods = (speculative.get("method"), args.spec_method)
-    if "mtp" in methods and not config.num_nextn_predict_layers:
-        raise GGUFError(
-            f"{model}: speculative method mtp needs the MTP block of the model, which "
-            "this file was converted without; leave the speculative options out"
-        )
 
 
 def _default_quantization() -> str | None:
@@ -218,6 +239,8 @@ __all__ = [
     "apply_parser_defaults",
     "check_command_line",
     "check_serve_arguments",
+    "check_speculation",
     "resolve_engine_args",
+    "stage_error",
     "tokenizer_source",
 ]

@@ -27,7 +27,6 @@ from vllm.transformers_utils.gguf.doctor.machine import Machine
 from vllm.transformers_utils.gguf.doctor.split import (
     Split,
     aligned_layers,
-    stage_error,
     uneven_parts,
 )
 from vllm.transformers_utils.gguf.doctor.trial import Request, Trial, Trier
@@ -36,7 +35,7 @@ from vllm.transformers_utils.gguf.ggml_types import GGMLType
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan
 from vllm.transformers_utils.gguf.reader import open_gguf
-from vllm.transformers_utils.gguf.serving import _check_speculation
+from vllm.transformers_utils.gguf.serving import check_speculation, stage_error
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
@@ -132,7 +131,7 @@ def _read(path: str | Path, request: Request) -> tuple[LoadPlan, Contents]:
         options = SimpleNamespace(
             speculative_config={"method": "mtp"}, spec_method=None
         )
-        _check_speculation(str(path), options, plan.config)
+        check_speculation(str(path), options, plan.config)
     return plan, contents
 
 

@@ -76,21 +76,6 @@ def uneven_parts(config: GlmDsaConfig, degree: int, *, experts: bool) -> list[st
     return [f"{size} {what}" for what, size in sizes.items() if size % degree]
 
 
-def stage_error(config: GlmDsaConfig, first: int) -> str | None:
-    """Why no pipeline stage can begin at layer `first`, None if one can.
-
-    The top-k is not sent from stage to stage. The loader refuses the same.
-    """
-    if first >= config.num_hidden_layers or config.indexer_full[first]:
-        return None
-    full = [i for i, owns in enumerate(config.indexer_full) if owns]
-    return (
-        f"this pipeline stage begins at layer {first}, which shares the top-k of a "
-        "layer in the stage before; let each stage begin at one of the layers "
-        f"{full}: see VLLM_PP_LAYER_PARTITION"
-    )
-
-
 def aligned_layers(config: GlmDsaConfig, stages: int) -> tuple[int, ...] | None:
     """Layers of each stage, about equal, so that every stage begins at an indexer.
 

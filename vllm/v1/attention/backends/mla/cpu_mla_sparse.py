@@ -23,11 +23,11 @@ from vllm.v1.attention.backend import (
     AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MLAAttentionImpl,
     MultipleOf,
 )
+from vllm.v1.attention.backends.mla.sparse_mla_options import refuse_options
 from vllm.v1.attention.ops.sparse_mla import sparse_mla, write_rows
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
@@ -155,18 +155,14 @@ class CPUMLASparseImpl(MLAAttentionImpl[CPUMLASparseMetadata], SharedTopkIndices
         indexer: object | None = None,
         **mla_args: Any,
     ) -> None:
-        unsupported = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
-        }
-        for name, value in unsupported.items():
-            if value is not None:
-                raise NotImplementedError(
-                    f"CPU_MLA_SPARSE does not support {name}={value!r}."
-                )
+        refuse_options(
+            "CPU_MLA_SPARSE",
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            attn_type=attn_type,
+        )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -25,10 +25,10 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionLayer,
-    AttentionType,
     MultipleOf,
     max_decode_query_len,
 )
+from vllm.v1.attention.backends.mla.sparse_mla_options import refuse_options
 from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
@@ -221,12 +221,13 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        _refuse(
+        refuse_options(
+            "TRITON_MLA_SPARSE",
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+            attn_type=attn_type,
         )
         super().__init__(
             num_heads,
@@ -310,11 +311,3 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
             scale=self.scale,
             kv_scale=layer._k_scale if self.per_tensor_fp8 else None,
         )
-
-
-def _refuse(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"TRITON_MLA_SPARSE does not support {name}={value!r}."
-            )
