@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Import the sparse MLA kernels of this working tree without an installed fork.
+"""Import kernels of this working tree without an installed fork.
 
 `use()` must run before anything of `vllm` is imported. Where vLLM is installed, its
-`vllm.v1.attention.ops` gets this tree's folder in front. Where it is not, empty
-packages stand in for it and `vllm.triton_utils` gives the real Triton: torch and triton
-suffice.
+packages that hold kernels, `vllm.v1.attention.ops` above all, get this tree's folders
+in front. Where it is not, empty packages stand in for it and `vllm.triton_utils` gives
+the real Triton: torch and triton suffice, and gguf for kernels on GGUF blocks.
 """
 
 import importlib
@@ -13,10 +13,13 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _OPS = "vllm.v1.attention.ops"
+GGUF = ("vllm.model_executor.layers.quantization", "vllm.transformers_utils")
+"""For `use`: the packages with kernels on GGUF blocks, and what those import."""
 
 
 def vllm_installed() -> bool:
@@ -25,12 +28,18 @@ def vllm_installed() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def use(root: Path = ROOT, *, alone: bool | None = None) -> None:
-    """Make `vllm.v1.attention.ops.sparse_mla`, `tests` and `benchmarks` importable.
+def use(
+    root: Path = ROOT,
+    *,
+    alone: bool | None = None,
+    packages: Iterable[str] = (_OPS,),
+) -> None:
+    """Make `packages` of this tree, `tests` and `benchmarks` importable.
 
     Args:
         root: folder that holds `vllm/v1/attention/ops/sparse_mla`.
         alone: leave an installed vLLM unused; by default only if there is none.
+        packages: those of an installed vLLM that get this tree's folders in front.
     """
     for name in ("tests", "benchmarks"):
         _package(name, ROOT / name)
@@ -39,7 +48,8 @@ def use(root: Path = ROOT, *, alone: bool | None = None) -> None:
     if alone:
         _stand_in(root)
     else:
-        importlib.import_module(_OPS).__path__.insert(0, str(_folder(root, _OPS)))
+        for name in packages:
+            importlib.import_module(name).__path__.insert(0, str(_folder(root, name)))
 
 
 def _stand_in(root: Path) -> None:

@@ -8,7 +8,7 @@ process.
 
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, util
 
 import numpy as np
 
@@ -34,4 +34,8 @@ def random_blocks(type_name: str, rows: int, columns: int, seed: int = 0) -> np.
 
 @cache
 def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+    # A process of another pool waits for its children before it ends its own pools, so
+    # this one ends earlier: before its queues are closed too, at priority 10.
+    util.Finalize(pool, pool.shutdown, exitpriority=100)
+    return pool

@@ -9,15 +9,20 @@ import torch
 from torch.nn import Parameter
 
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.gguf.blocks import dequantize
+from vllm.model_executor.layers.quantization.gguf.blocks import (
+    dequantize,
+    runs_on_gpu,
+)
 from vllm.model_executor.layers.quantization.gguf.layout import (
     BlockShard,
     lay_out,
-    linear,
     load_shard,
 )
-from vllm.model_executor.utils import set_weight_attrs
-from vllm.transformers_utils.gguf.ggml_types import GGMLType
+from vllm.model_executor.layers.quantization.gguf.linear import (
+    apply_blocks,
+    register_blocks,
+)
+from vllm.transformers_utils.gguf.ggml_types import GGMLType, ggml_type
 
 
 class GGUFEmbeddingMethod(QuantizeMethodBase):
@@ -49,16 +54,17 @@ class GGUFEmbeddingMethod(QuantizeMethodBase):
                 "extra vocabulary is not supported)."
             )
         shards = lay_out([self.kind], output_partition_sizes, input_size, self.prefix)
-        size = shards[0].nbytes
-        qweight = Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-        layer.register_parameter("qweight", qweight)
-        layer.gguf_shards = shards
-        set_weight_attrs(qweight, {"weight_loader": partial(_load, layer, self.prefix)})
+        register_blocks(layer, shards, partial(_load, layer, self.prefix))
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         (shard,) = layer.gguf_shards
-        rows = shard.view(layer.qweight).index_select(0, input_.reshape(-1))
-        values = dequantize(rows, shard.kind, shard.columns, layer.params_dtype)
+        values = torch.ops.vllm_glm_dsa.gguf_rows(
+            shard.view(layer.qweight),
+            input_.reshape(-1),
+            shard.kind.id,
+            shard.columns,
+            layer.params_dtype,
+        )
         return values.view(*input_.shape, shard.columns)
 
     def apply(
@@ -67,9 +73,7 @@ class GGUFEmbeddingMethod(QuantizeMethodBase):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        (shard,) = layer.gguf_shards
-        out = linear(x, shard, shard.view(layer.qweight))
-        return out if bias is None else out + bias
+        return apply_blocks(layer, x, bias)
 
     def tie_weights(
         self, layer: torch.nn.Module, embed_tokens: torch.nn.Module
@@ -83,6 +87,48 @@ class GGUFEmbeddingMethod(QuantizeMethodBase):
         layer.qweight = embed_tokens.qweight
         layer.gguf_shards = embed_tokens.gguf_shards
         return layer
+
+
+@torch.library.custom_op("vllm_glm_dsa::gguf_rows", mutates_args=())
+def _rows(
+    blocks: torch.Tensor,
+    row_ids: torch.Tensor,
+    type_id: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The rows `row_ids` [n] of `blocks`, uint8 [rows, row bytes], as [n, columns]."""
+    rows = blocks.index_select(0, row_ids)
+    return dequantize(rows, ggml_type(type_id), columns, dtype)
+
+
+@_rows.register_kernel("cuda")
+def _rows_on_gpu(
+    blocks: torch.Tensor,
+    row_ids: torch.Tensor,
+    type_id: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from vllm.model_executor.layers.quantization.gguf import triton_dequantize
+
+    kind = ggml_type(type_id)
+    if not runs_on_gpu(kind):
+        return dequantize(blocks.index_select(0, row_ids), kind, columns, dtype)
+    return triton_dequantize.triton_dequantize(
+        blocks, kind, columns, dtype, row_ids=row_ids.contiguous()
+    )
+
+
+@_rows.register_fake
+def _(
+    blocks: torch.Tensor,
+    row_ids: torch.Tensor,
+    type_id: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return blocks.new_empty((row_ids.shape[0], columns), dtype=dtype)
 
 
 def _load(

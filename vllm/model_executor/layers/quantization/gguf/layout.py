@@ -17,8 +17,9 @@ from vllm.model_executor.layers.quantization.gguf.blocks import (
     dequantize,
     narrow_columns,
     row_bytes,
+    runs_on_gpu,
 )
-from vllm.transformers_utils.gguf.ggml_types import GGMLType
+from vllm.transformers_utils.gguf.ggml_types import GGMLType, ggml_type
 
 # Weights dequantized at a time: 32 MiB as bfloat16, whatever the matrix.
 _CHUNK_WEIGHTS = 1 << 24
@@ -101,7 +102,7 @@ def linear(x: torch.Tensor, shard: BlockShard, blocks: torch.Tensor) -> torch.Te
     """`x` [..., columns] times the transposed matrix: [..., rows], in x's dtype.
 
     `blocks`: uint8 [rows, row bytes]. Weights are rounded to x's dtype, some rows at
-    a time.
+    a time. This is the reference.
     """
     step = max(1, _CHUNK_WEIGHTS // shard.columns)
     parts = [
@@ -109,3 +110,84 @@ def linear(x: torch.Tensor, shard: BlockShard, blocks: torch.Tensor) -> torch.Te
         for part in blocks.split(step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def linear_of_shards(
+    x: torch.Tensor, shards: Sequence[BlockShard], blocks: torch.Tensor
+) -> torch.Tensor:
+    """`x` [..., columns] times all transposed matrices of a parameter, side by side.
+
+    `blocks`: uint8 [bytes], the shards back to back. Returns [..., rows of all shards]
+    in x's dtype. Traceable by torch.compile, also with any number of tokens.
+    """
+    return torch.ops.vllm_glm_dsa.gguf_linear(
+        x,
+        blocks,
+        [shard.kind.id for shard in shards],
+        [shard.rows for shard in shards],
+    )
+
+
+@torch.library.custom_op("vllm_glm_dsa::gguf_linear", mutates_args=())
+def _linear(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    type_ids: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    shards = lay_out([*map(ggml_type, type_ids)], rows, x.shape[-1], "linear")
+    parts = [linear(x, shard, shard.view(blocks)) for shard in shards]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@_linear.register_kernel("cuda")
+def _linear_on_gpu(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    type_ids: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    from vllm.model_executor.layers.quantization.gguf.triton_linear import triton_linear
+
+    matrices = _joined([*map(ggml_type, type_ids)], rows)
+    kinds = [kind for kind, _ in matrices]
+    columns = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], sum(rows))
+    flat_x, flat_out = x.reshape(-1, columns), out.view(-1, sum(rows))
+    counts = [count for _, count in matrices]
+    for shard in lay_out(kinds, counts, columns, "linear"):
+        part, flat_out = flat_out.tensor_split([shard.rows], dim=1)
+        if runs_on_gpu(shard.kind):
+            triton_linear(
+                flat_x,
+                shard.view(blocks),
+                shard.kind,
+                part,
+                chunk_weights=_CHUNK_WEIGHTS,
+            )
+        else:
+            part.copy_(linear(flat_x, shard, shard.view(blocks)))
+    return out
+
+
+@_linear.register_fake
+def _(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    type_ids: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], sum(rows)))
+
+
+def _joined(
+    kinds: Sequence[GGMLType], rows: Sequence[int]
+) -> list[tuple[GGMLType, int]]:
+    """Types and rows of matrices, neighbors of one type being one matrix."""
+    matrices: list[tuple[GGMLType, int]] = []
+    for kind, count in zip(kinds, rows, strict=True):
+        if matrices and matrices[-1][0] == kind:
+            matrices[-1] = (kind, matrices[-1][1] + count)
+        else:
+            matrices.append((kind, count))
+    return matrices

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Linear layers on raw GGUF blocks.
+"""Linear layers on raw GGUF blocks, and what they share with the vocabulary's."""
 
-The computation here is the reference: a shard is dequantized for every call. GPU
-kernels replace `apply`; the parameter stays as it is.
-"""
-
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,12 +13,33 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.gguf.layout import (
     BlockShard,
     lay_out,
-    linear,
+    linear_of_shards,
     load_shard,
 )
 from vllm.model_executor.layers.quantization.gguf.parallel import check_cut
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.gguf.ggml_types import GGMLType
+
+
+def register_blocks(
+    layer: torch.nn.Module,
+    shards: tuple[BlockShard, ...],
+    weight_loader: Callable[..., None],
+) -> None:
+    """Give `layer` its parameter `qweight`, uint8 [bytes], and `gguf_shards`."""
+    size = sum(shard.nbytes for shard in shards)
+    qweight = Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
+    layer.register_parameter("qweight", qweight)
+    layer.gguf_shards = shards
+    set_weight_attrs(qweight, {"weight_loader": weight_loader})
+
+
+def apply_blocks(
+    layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`x` [..., columns] times the matrices of `layer`, in x's dtype."""
+    out = linear_of_shards(x, layer.gguf_shards, layer.qweight)
+    return out if bias is None else out + bias
 
 
 class GGUFLinearMethod(LinearMethodBase):
@@ -57,12 +75,8 @@ class GGUFLinearMethod(LinearMethodBase):
         shards = lay_out(
             self.kinds, output_partition_sizes, input_size_per_partition, self.prefix
         )
-        size = sum(shard.nbytes for shard in shards)
-        qweight = Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-        layer.register_parameter("qweight", qweight)
-        layer.gguf_shards = shards
         load = partial(_load, layer, self.prefix, row_parts, column_parts)
-        set_weight_attrs(qweight, {"weight_loader": load})
+        register_blocks(layer, shards, load)
 
     def apply(
         self,
@@ -70,10 +84,7 @@ class GGUFLinearMethod(LinearMethodBase):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        shards: tuple[BlockShard, ...] = layer.gguf_shards
-        parts = [linear(x, shard, shard.view(layer.qweight)) for shard in shards]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return out if bias is None else out + bias
+        return apply_blocks(layer, x, bias)
 
 
 def _load(

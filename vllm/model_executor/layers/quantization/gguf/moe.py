@@ -25,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
     FusedMoEMethodBase,
 )
+from vllm.model_executor.layers.quantization.gguf.blocks import runs_on_gpu
 from vllm.model_executor.layers.quantization.gguf.layout import (
     BlockShard,
     lay_out,
@@ -170,6 +171,7 @@ class GGUFMoEMethod(FusedMoEMethodBase):
             local_ids,
             [types.gate.id, types.up.id, types.down.id],
             layer.gguf_experts.w2.columns,
+            self.moe.num_logical_experts,
         )
 
 
@@ -182,14 +184,54 @@ def _experts(
     local_ids: torch.Tensor,
     type_ids: Sequence[int],
     intermediate: int,
+    chosen_from: int,
 ) -> torch.Tensor:
     """Sum of the chosen local experts of each token, router weights applied.
 
     x: [tokens, hidden]. w13, w2: uint8 [local experts, bytes]. topk_weights: float32
     and local_ids: int64 [tokens, top-k]; an id of -1 is an expert of another rank.
-    type_ids: gate, up, down. Returns [tokens, hidden] in x's dtype, summed in float32.
-    An operator of its own, since the loop depends on the data.
+    type_ids: gate, up, down. chosen_from: number of experts on all ranks. Returns
+    [tokens, hidden] in x's dtype, summed in float32. An operator of its own, since the
+    loop depends on the data.
     """
+    return _expert_by_expert(
+        x, w13, w2, topk_weights, local_ids, type_ids, intermediate
+    )
+
+
+@_experts.register_kernel("cuda")
+def _experts_on_gpu(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    type_ids: Sequence[int],
+    intermediate: int,
+    chosen_from: int,
+) -> torch.Tensor:
+    kinds = [ggml_type(type_id) for type_id in type_ids]
+    if runs_on_gpu(*kinds):
+        from vllm.model_executor.layers.quantization.gguf import triton_moe
+
+        experts = triton_moe.Experts(w13, w2, *kinds, intermediate, chosen_from)
+        if triton_moe.is_aligned(experts, x.shape[1]):
+            return triton_moe.triton_experts(x, experts, topk_weights, local_ids)
+    return _expert_by_expert(
+        x, w13, w2, topk_weights, local_ids, type_ids, intermediate
+    )
+
+
+def _expert_by_expert(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    type_ids: Sequence[int],
+    intermediate: int,
+) -> torch.Tensor:
+    """The reference of `_experts`."""
     gate, up, down = (ggml_type(type_id) for type_id in type_ids)
     layout = expert_layout(
         ExpertTypes(gate, up, down), x.shape[-1], intermediate, "experts"
@@ -216,8 +258,9 @@ def _(
     local_ids: torch.Tensor,
     type_ids: Sequence[int],
     intermediate: int,
+    chosen_from: int,
 ) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _load_expert(

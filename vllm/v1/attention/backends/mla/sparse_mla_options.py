@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Options of attention layers that no sparse MLA backend of the fork has."""
+"""Options of attention layers that no portable sparse MLA backend has."""
 
 from vllm.v1.attention.backend import AttentionType
 
