@@ -210,7 +210,7 @@ def test_what_would_not_run_ends_with_status_1(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (GPUS, ["--tensor-parallel-size", "8", "--enforce-eager"]),
+        (GPUS, ["--tensor-parallel-size", "8"]),
         (("--gpus", "16", "--gpu-memory", "48"), ["--enable-expert-parallel"]),
         ((*GPUS, "--mtp", "3", "--dtype", "float16"), ["--speculative-config"]),
         ((*GPUS, "--max-model-len", "500k"), ["--kv-cache-dtype", "fp8_ds_mla"]),
@@ -235,6 +235,7 @@ def test_the_server_takes_the_printed_command(
     assert command[:3] == ["vllm", "serve", glm5]
     for word in words:
         assert word in command
+    assert "--enforce-eager" not in command
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(command[3:])
     given = dict(zip(arguments, arguments[1:], strict=False))

@@ -2,8 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """What ranks take: parameters, and the cache that is left room for."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 
+from tests.helpers.real_triton import in_interpreter
 from tests.overlay.doctor.glm5 import write_glm5
 from tiny_glm_dsa import TinySpec, write_tiny_glm_dsa
 from vllm.transformers_utils.gguf.doctor import memory
@@ -19,6 +23,8 @@ from vllm.transformers_utils.gguf.doctor.weights import (
     rank_bytes,
     stage_weights,
 )
+from vllm.transformers_utils.gguf.ggml_types import GGML_TYPES_BY_NAME
+from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan
 from vllm.transformers_utils.gguf.reader import open_gguf
 
@@ -160,10 +166,117 @@ def test_flashmla_gathers_keys_into_a_workspace(glm5: LoadPlan) -> None:
             glm5.config,
             "cuda",
             TP8,
-            memory.Load(131_072, 8192, 2, backend, form),
+            memory.Load(131_072, 8192, 2, backend, form, True),
             drafts=False,
         )["workspace"]
         for backend in ("TRITON_MLA_SPARSE", "FLASHMLA_SPARSE")
     ]
     rows, queries = 5 * 131_072 * 576, 8192 * ((8 + 64) * 576 + (64 + 8) * 512)
     assert sizes[1] == (rows + queries) * 2 > sizes[0]
+
+
+def slots_counted(
+    config: GlmDsaConfig, split: Split, tokens: int, dtype_bytes: int
+) -> int:
+    """What the doctor counts for routed experts, whatever the logits take."""
+    form = memory.cache_format(config, "cuda", "auto", dtype_bytes)
+    load = memory.Load(4096, tokens, dtype_bytes, None, form, True)
+    with mock.patch.object(memory, "_LOGITS_BYTES", 0):
+        found = memory.buffers(config, "cuda", split, load, drafts=False)
+    return found["logits or expert slots"]
+
+
+def slots_taken(
+    config: GlmDsaConfig, split: Split, tokens: int, dtype_bytes: int
+) -> int:
+    """Bytes that the experts' product makes beside its result, nothing computed."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from vllm.model_executor.layers.quantization.gguf import triton_moe
+
+    taken = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.new_empty.default:
+                taken.append(out.nbytes)
+            return out
+
+    kind, hidden = GGML_TYPES_BY_NAME["Q8_0"], config.hidden_size
+    inner = config.moe_intermediate_size // (1 if split.experts else split.tensor)
+    count = config.n_routed_experts // (split.tensor if split.experts else 1)
+    blocks, device = torch.uint8, "meta"
+    experts = triton_moe.Experts(
+        torch.empty(
+            count, 2 * inner * kind.row_bytes(hidden), dtype=blocks, device=device
+        ),
+        torch.empty(count, hidden * kind.row_bytes(inner), dtype=blocks, device=device),
+        *[kind] * 3,
+        inner,
+        config.n_routed_experts,
+    )
+    dtype = {2: torch.bfloat16, 4: torch.float32}[dtype_bytes]
+    shape = (tokens, config.num_experts_per_tok)
+    names = [name for name in vars(triton_moe) if name.endswith("_kernel")]
+    launched = {name: mock.MagicMock() for name in [*names, "tables"]}
+    with mock.patch.multiple(triton_moe, **launched), Recorder():
+        triton_moe.triton_experts(
+            torch.empty(tokens, hidden, dtype=dtype, device=device),
+            experts,
+            torch.empty(shape, device=device),
+            torch.empty(shape, dtype=torch.int64, device=device),
+        )
+    assert launched["tile_down_kernel"].mock_calls
+    assert len(taken) == 2
+    return sum(taken)
+
+
+@in_interpreter
+def check_slots(
+    config: GlmDsaConfig, split: Split, tokens: int, dtype_bytes: int
+) -> None:
+    taken = slots_taken(config, split, tokens, dtype_bytes)
+    counted = slots_counted(config, split, tokens, dtype_bytes)
+    # Whole tiles of 64 rows are made at a time.
+    tile = 64 * tokens * config.num_experts_per_tok * dtype_bytes
+    assert taken <= counted < taken + tile
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+@pytest.mark.parametrize("tokens", [100, 2048, 8192, 10_000, 16_384])
+@pytest.mark.parametrize("experts", [False, True], ids=["cut", "whole-experts"])
+def test_experts_make_what_is_counted(
+    glm5: LoadPlan, experts: bool, tokens: int, dtype_bytes: int
+) -> None:
+    check_slots(glm5.config, Split(8, 1, experts, (78,)), tokens, dtype_bytes)
+
+
+def test_only_experts_of_blocks_have_slots_and_they_follow_the_logits(
+    glm5: LoadPlan,
+) -> None:
+    form = memory.cache_format(glm5.config, "cuda", "auto", 2)
+    whole = Split(8, 1, True, (78,))
+    found = [
+        memory.buffers(
+            glm5.config,
+            "cuda",
+            split,
+            memory.Load(4096, 16_384, 2, None, form, blocks),
+            drafts=False,
+        )["logits or expert slots"]
+        for split, blocks in ((whole, True), (whole, False), (TP8, True))
+    ]
+    # 16,384 x 8 rows of 2,048 values, and 256 MiB; else the logits are more.
+    assert found == [768 << 20, 512 << 20, 512 << 20]
+
+
+def test_a_trial_counts_the_slots_of_its_experts(glm5: LoadPlan) -> None:
+    request = Request(length=4096, batched_tokens=16_384)
+    machine = Machine("cuda", 8, 96 * GIB, (12, 0), "GPU", False)
+    trier = Trier(glm5, machine, request, lambda _, o: Attention(o, "SOME", o, {}))
+    found = trier.try_split(Split(8, 1, True, (78,)), [])
+    assert found.buffers["logits or expert slots"] == 768 << 20

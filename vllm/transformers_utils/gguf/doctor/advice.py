@@ -5,7 +5,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,9 +27,7 @@ class Finding:
     text: str
 
 
-def serve_command(
-    path: str, machine: Machine, request: Request, trial: Trial, eager: bool
-) -> str:
+def serve_command(path: str, machine: Machine, request: Request, trial: Trial) -> str:
     """The command line that serves the file as it was found to fit."""
     split, chosen = trial.split, trial.chosen
     words = ["vllm", "serve", path]
@@ -47,8 +45,6 @@ def serve_command(
     if chosen is not None and chosen.attention.option != "auto":
         words += ["--kv-cache-dtype", chosen.attention.option]
     words += _given_options(request)
-    if eager:
-        words.append("--enforce-eager")
     prefix = ""
     if split.pipeline > 1 and PARTITION not in os.environ:
         prefix = f"{PARTITION}={','.join(map(str, split.layers))} "
@@ -99,7 +95,7 @@ def machine_findings(
     if indexer is not None and indexer.path is None:
         yield Finding("error", f"no indexer runs here: {indexer.reason}")
     if machine.kind == "cuda":
-        yield from _gpu_findings(machine, trial, indexer, paths)
+        yield from _gpu_findings(machine, trial, indexer)
     elif not request.keep_blocks and any(set(p.types) - FLOAT_TYPES for p in paths):
         yield Finding(
             "note",
@@ -125,17 +121,8 @@ def machine_findings(
 
 
 def _gpu_findings(
-    machine: Machine,
-    trial: Trial,
-    indexer: Indexer | None,
-    paths: Iterable[LayerPath],
+    machine: Machine, trial: Trial, indexer: Indexer | None
 ) -> Iterator[Finding]:
-    if any(path.slow for path in paths):
-        yield Finding(
-            "warning",
-            "quantized weights take a slow reference path on GPUs, through the host, "
-            "until the fork's GEMM kernels land; it needs --enforce-eager",
-        )
     if indexer is None:
         yield Finding(
             "warning",

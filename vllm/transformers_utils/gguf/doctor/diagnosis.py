@@ -102,8 +102,7 @@ def diagnose(path: str | Path, machine: Machine | None, request: Request) -> Dia
                 *found,
             ]
             if all(finding.level != "error" for finding in found):
-                eager = any(layer.slow for layer in paths)
-                command = serve_command(str(path), machine, request, trial, eager)
+                command = serve_command(str(path), machine, request, trial)
     return Diagnosis(
         path=str(path),
         contents=contents,

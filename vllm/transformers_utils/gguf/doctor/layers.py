@@ -36,16 +36,12 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class LayerPath:
-    """`kind` of layer, the `types` of its tensors, how it is computed and why so.
-
-    `slow` tells that no kernel computes on its blocks yet.
-    """
+    """`kind` of layer, the `types` of its tensors, how it is computed and why so."""
 
     kind: str
     types: tuple[str, ...]
     path: str
     reason: str
-    slow: bool
 
 
 def layer_paths(
@@ -76,15 +72,10 @@ def _path(
     kind: str, kept: bool, types: tuple[str, ...], device: Kind, dtype: str
 ) -> LayerPath:
     if kept and device == "cuda":
-        path = (
-            "GGUF blocks, dequantized on the host for every product, as the fork has "
-            "no GPU kernel for blocks yet"
-        )
-        return LayerPath(kind, types, path, "", True)
+        return LayerPath(kind, types, "GGUF blocks, the fork's Triton kernels", "")
     if kept:
-        path = "GGUF blocks, dequantized for every product"
-        return LayerPath(kind, types, path, "", False)
+        return LayerPath(kind, types, "GGUF blocks, dequantized for every product", "")
     if not set(types) - FLOAT_TYPES:
-        return LayerPath(kind, types, f"{dtype}, the release's kernels", "", False)
+        return LayerPath(kind, types, f"{dtype}, the release's kernels", "")
     path = f"dequantized to {dtype} at load, the release's kernels"
-    return LayerPath(kind, types, path, _DEQUANTIZED.get(kind, ""), False)
+    return LayerPath(kind, types, path, _DEQUANTIZED.get(kind, ""))

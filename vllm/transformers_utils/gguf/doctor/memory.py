@@ -26,6 +26,7 @@ CACHE_DTYPES = {
 _FP8_DS_MLA_BYTES = 656
 _SCALED_VALUES = 128  # of the index cache, to one float32 scale
 _LOGITS_BYTES = 512 << 20  # VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
+_DOWN_BYTES = 256 << 20  # of slots' down projections at a time, as triton_moe.py has it
 _TOPK_WORKSPACE_BYTES = 1 << 20
 # Up to this length vLLM makes the workspace of prompts 5 times as long, beyond it 2.
 LONG_CONTEXT = 256 * 1024
@@ -113,6 +114,7 @@ class Load:
 
     `length` is --max-model-len, `batched_tokens` --max-num-batched-tokens, `backend`
     the name of the attention backend, `cache` the format of its cache.
+    `expert_blocks` tells that routed experts are GGUF blocks.
     """
 
     length: int
@@ -120,6 +122,7 @@ class Load:
     dtype_bytes: int
     backend: str | None
     cache: CacheFormat
+    expert_blocks: bool
 
 
 def buffers(
@@ -138,7 +141,19 @@ def buffers(
     workspace = keys
     if load.backend == "FLASHMLA_SPARSE":
         workspace = max(workspace, _flashmla_workspace(config, split, load))
-    return found | {"indexer logits": _LOGITS_BYTES, "workspace": workspace}
+    # One after the other, in each layer.
+    passing = max(_LOGITS_BYTES, _expert_slots(config, split, load))
+    return found | {"logits or expert slots": passing, "workspace": workspace}
+
+
+def _expert_slots(config: GlmDsaConfig, split: Split, load: Load) -> int:
+    """What a layer's experts hold between their kernels: a hidden row for each of the
+    tokens' choices, also of other ranks' experts, and some down projections of each."""
+    if not load.expert_blocks:
+        return 0
+    inner = config.moe_intermediate_size // (1 if split.experts else split.tensor)
+    column = load.batched_tokens * config.num_experts_per_tok * load.dtype_bytes
+    return column * inner + min(column * config.hidden_size, _DOWN_BYTES)
 
 
 def _flashmla_workspace(config: GlmDsaConfig, split: Split, load: Load) -> int:

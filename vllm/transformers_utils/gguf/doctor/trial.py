@@ -111,6 +111,9 @@ class Trier:
         keep = request.keep_blocks or machine.kind == "cuda"
         self._storage = Storage(keep, DTYPE_BYTES[request.dtype])
         self._block = memory.BLOCK_TOKENS[machine.kind]
+        self._expert_blocks = keep and any(
+            weight.blocks and weight.kind == "experts" for weight in plan.main
+        )
 
     def try_split(self, split: Split, errors: list[str]) -> Trial:
         """What `split` gives. `errors` tell why it cannot run at all, if so."""
@@ -231,6 +234,7 @@ class Trier:
             self._storage.dtype_bytes,
             attention.backend,
             self._format(attention),
+            self._expert_blocks,
         )
         return memory.buffers(
             self._config, machine.kind, split, load, drafts=self._drafts
