@@ -57,6 +57,35 @@ def test_slots_in_their_own_tiles():
 
 @in_interpreter
 @pytest.mark.parametrize("way", WAYS)
+def test_a_slot_that_is_left_out_may_have_any_weight(way):
+    moe, x = MoE(("Q8_0", "Q4_K", "Q8_0"), 2, 32, 256), values(5, 256)
+    router, ids = routing(5, 2, [0, -1, 1])
+    router[ids < 0] = float("nan")
+    assert (ids < 0).any()
+    out = experts(moe, x, router, ids, way)
+    check(out, moe.reference(x, router.nan_to_num(), ids), FLOAT32)
+
+
+@in_interpreter
+def test_any_number_of_tokens_is_within_the_grid():
+    """Only the first dimension of a grid goes beyond 65,535."""
+    from vllm.model_executor.layers.quantization.gguf import triton_moe
+
+    grids = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    moe, x = MoE(("Q8_0", "Q8_0", "Q8_0"), 2, 32, 256), values(9, 256)
+    with mock.patch.object(triton_moe, "sum_slots_kernel", Launch()):
+        experts(moe, x, *routing(9, 2, [0, 1]), "tiles")
+    assert [grid[0] for grid in grids] == [9]
+
+
+@in_interpreter
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_gate_up_and_down_may_differ_in_type(types, tokens, way):

@@ -210,7 +210,7 @@ def _vector_kernel(
         tl.store(target + 3 * out_stride, tl.sum(sum_3, 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _tile_kernel(
     x_ptr,
     x_stride,

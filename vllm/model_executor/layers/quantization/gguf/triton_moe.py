@@ -13,7 +13,7 @@ x. Router weights are applied in float32 to the down projection of a slot; a tok
 slots are summed in float32, in their order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,7 +104,8 @@ def triton_experts(
     Args:
         x: [tokens, hidden], float32, float16 or bfloat16; also the result's dtype.
         router_weights: float32 [tokens, top-k].
-        ids: int32 or int64 [tokens, top-k], of local experts; -1 adds nothing.
+        ids: int32 or int64 [tokens, top-k], of local experts, which must exist; -1
+            adds nothing.
         few_tokens: up to how many tokens slots are not sorted.
 
     The result depends on sizes and values only. Nothing waits for the host. Raises
@@ -223,6 +224,9 @@ def _many_tokens(
     (tokens, width), top_k, inner = x.shape, ids.shape[1], experts.intermediate
     slots = ids.numel()
     tile = moe_tile(slots / experts.chosen_from)
+    if "F32" in (experts.gate.name, experts.up.name):
+        # Their tiles go through shared memory, where a third one has no room.
+        tile = replace(tile, stages=min(tile.stages, 2))
     order, tiles, max_tiles = sort_slots(ids, len(experts.w13), tile.tokens)
     sorting = (order, tiles, max_tiles)
     hidden = x.new_empty(slots, inner)
@@ -269,7 +273,7 @@ def _many_tokens(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        sum_slots_kernel[triton.cdiv(rows, _SUM_COLUMNS), tokens](
+        sum_slots_kernel[tokens, triton.cdiv(rows, _SUM_COLUMNS)](
             values,
             ids,
             router_weights,

@@ -4,7 +4,8 @@
 
 A *slot* is one of a token's top-k choices; slot s is choice s % top_k of token
 s // top_k. What is beyond the last row or slot of a program repeats it, so that loads
-need no mask, and is not stored.
+need no mask, and is not stored. Numbers that vary with every batch are not specialized
+on: a first prompt shall not wait for the compiler again and again.
 """
 
 from vllm.model_executor.layers.quantization.gguf.triton_linear import (
@@ -126,7 +127,7 @@ def _count_smaller(sorted_ptr, values, slots):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "max_tiles"])
 def tiles_kernel(
     sorted_ptr,
     tiles_ptr,
@@ -165,7 +166,7 @@ def _tile_and_block(rows, ROWS: tl.constexpr):
     return tile, program % (_GROUP * blocks) // _GROUP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])
 def tile_gate_up_kernel(
     x_ptr,
     x_stride,
@@ -218,7 +219,7 @@ def tile_gate_up_kernel(
     tl.store(target, _silu(gate) * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])
 def tile_down_kernel(
     x_ptr,
     order_ptr,
@@ -272,14 +273,16 @@ def sum_slots_kernel(
     rows,
     COLUMNS: tl.constexpr,
 ):
-    """Program (i, token): the token's slots, times router weights, added in order."""
-    row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    token = tl.program_id(1).to(tl.int64)
+    """Program (token, i): the token's slots, times router weights, added in order."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = row < rows
     total = tl.zeros([COLUMNS], tl.float32)
     for choice in range(top_k):
         slot = token * top_k + choice
         here = tl.load(ids_ptr + slot) >= 0
         value = tl.load(values_ptr + slot * rows + row, mask=inside & here, other=0)
-        total += value.to(tl.float32) * tl.load(router_ptr + slot)
+        # A slot that is left out may have any weight, NaN included.
+        router = tl.load(router_ptr + slot, mask=here, other=0)
+        total += value.to(tl.float32) * router
     tl.store(out_ptr + token * out_stride + row, total, mask=inside)

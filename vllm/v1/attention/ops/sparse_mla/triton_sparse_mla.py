@@ -324,8 +324,10 @@ def triton_sparse_mla(
         config = choose_config(
             capability, heads, tokens, indices.shape[1], cache, num_sms
         )
-    if not _gluon_can(rows, cache, q_latent.dtype):
-        config = replace(config, kernel=Kernel.TRITON)
+    gluon = config.kernel is Kernel.GLUON
+    if gluon and not _gluon_can(rows, cache, q_latent.dtype):
+        # 16 heads: more do not fit beside unscaled tiles in Triton's layouts.
+        config = replace(config, kernel=Kernel.TRITON, block_heads=16, num_warps=4)
     part, part_lse = out, lse
     if config.splits > 1:
         shape = (tokens, config.splits, heads)
