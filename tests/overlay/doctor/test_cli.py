@@ -189,13 +189,17 @@ def test_gpus_get_figures_but_no_backend_from_the_cpu_build(
         (("--gpus", "4", "--gpu-memory", "96"), "does not fit: each GPU needs"),
         (("--gpus", "6", "--gpu-memory", "140", "-tp", "6"), "64 attention heads"),
         ((*GPUS, "-tp", "16", "-ep"), "needs 16 GPUs, but there are 8"),
+        ((*GPUS, "-tp", "4", "-pp", "2", "--mtp", "1"), "one pipeline stage, not 2"),
         ((*GPUS, "-tp", "8", "--max-model-len", "1M"), "the longest that does is"),
         ((*GPUS, "--max-model-len", "2M"), "more than the 1048576 of the file"),
         (("--kv-cache-dtype", "fp8"), "not supported by CPU_MLA_SPARSE"),
         (("-pp", "2"), "--pipeline-parallel-size 2 is not supported"),
         (("-tp", "2", "-ep"), "--enable-expert-parallel crashes"),
     ],
-    ids=["cut", "memory", "uneven", "gpus", "length", "context", "cache", "pp", "ep"],
+    ids=[
+        *("cut", "memory", "uneven", "gpus", "drafts", "length"),
+        *("context", "cache", "pp", "ep"),
+    ],
 )
 def test_what_would_not_run_ends_with_status_1(
     doctor: Doctor, glm5: str, arguments: tuple[str, ...], says: str

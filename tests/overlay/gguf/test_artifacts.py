@@ -47,6 +47,7 @@ def engine_args(model: Path | str, **options: Any) -> SimpleNamespace:
         "quantization": None,
         "speculative_config": None,
         "spec_method": None,
+        "pipeline_parallel_size": 1,
     }
     return SimpleNamespace(**{**defaults, **options})
 
@@ -133,6 +134,9 @@ def test_mtp_needs_the_block_in_the_file(
     spec = TinySpec(weight_type="Q8_0", mtp=True)
     with_block = write_tiny_glm_dsa(tmp_path / "mtp.gguf", spec)[0]
     serving.resolve_engine_args(engine_args(with_block, **options))
+    staged = engine_args(with_block, **options, pipeline_parallel_size=2)
+    with pytest.raises(GGUFError, match="one pipeline stage, not 2"):
+        serving.resolve_engine_args(staged)
 
 
 def test_directory_of_another_release_is_not_reused(

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """What the command line and the engine arguments do with a GGUF model path.
 
-Each public function is called from one edited line of the release, but for two that the
-doctor asks as well: `check_speculation`, and `stage_error`, which is the loader's.
+Each public function is called from one edited line of the release, but for three that
+the doctor asks as well: `check_speculation`, `draft_error`, and `stage_error`, which is
+the loader's.
 """
 
 import argparse
@@ -111,17 +112,34 @@ def tokenizer_source(name: str | Path) -> str | Path:
 
 
 def check_speculation(model: str, args: Any, config: GlmDsaConfig) -> None:
-    """Raise GGUFError if `args` asks for the MTP block of a file that has none.
+    """Raise GGUFError if `args` asks for drafts by an MTP block that cannot draft.
 
-    `args` has `speculative_config` and `spec_method`, as `EngineArgs` has.
+    `args` has `speculative_config`, `spec_method` and `pipeline_parallel_size`, as
+    `EngineArgs` has.
     """
     speculative = args.speculative_config or {}
-    methods = (speculative.get("method"), args.spec_method)
-    if "mtp" in methods and not config.num_nextn_predict_layers:
+    if "mtp" not in (speculative.get("method"), args.spec_method):
+        return
+    if error := draft_error(args.pipeline_parallel_size):
+        raise GGUFError(f"{model}: {error}")
+    if not config.num_nextn_predict_layers:
         raise GGUFError(
             f"{model}: speculative method mtp needs the MTP block of the model, which "
             "this file was converted without; leave the speculative options out"
         )
+
+
+def draft_error(stages: int) -> str | None:
+    """Why an MTP block cannot draft with so many pipeline stages, None if it can.
+
+    Drafts share the token embedding of the main model, which the first stage has.
+    """
+    if stages == 1:
+        return None
+    return (
+        f"speculative method mtp needs one pipeline stage, not {stages}: the last one, "
+        "which drafts, has no token embedding; leave the drafts or the stages out"
+    )
 
 
 def stage_error(config: GlmDsaConfig, first: int) -> str | None:
@@ -240,6 +258,7 @@ __all__ = [
     "check_command_line",
     "check_serve_arguments",
     "check_speculation",
+    "draft_error",
     "resolve_engine_args",
     "stage_error",
     "tokenizer_source",

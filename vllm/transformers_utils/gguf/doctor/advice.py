@@ -102,12 +102,6 @@ def machine_findings(
             "the CPU computes on dequantized weights; --quantization gguf_native keeps "
             "the blocks, which takes less memory and more time",
         )
-    if request.draft_tokens and trial.split.pipeline > 1:
-        yield Finding(
-            "warning",
-            "drafting with pipeline stages is not tested: the last stage has no "
-            "embedding to share, and the loader leaves the draft's own one unset",
-        )
     if trial.weights and request.overhead is None:
         parts = {
             "cpu": "the process itself",

@@ -35,7 +35,11 @@ from vllm.transformers_utils.gguf.ggml_types import GGMLType
 from vllm.transformers_utils.gguf.glm_dsa import GlmDsaConfig
 from vllm.transformers_utils.gguf.plan import LoadPlan, make_plan
 from vllm.transformers_utils.gguf.reader import open_gguf
-from vllm.transformers_utils.gguf.serving import check_speculation, stage_error
+from vllm.transformers_utils.gguf.serving import (
+    check_speculation,
+    draft_error,
+    stage_error,
+)
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
@@ -128,7 +132,10 @@ def _read(path: str | Path, request: Request) -> tuple[LoadPlan, Contents]:
         contents = describe_contents(file, plan)
     if request.draft_tokens:
         options = SimpleNamespace(
-            speculative_config={"method": "mtp"}, spec_method=None
+            speculative_config={"method": "mtp"},
+            spec_method=None,
+            # Stages are the trial's matter: the file is fine.
+            pipeline_parallel_size=1,
         )
         check_speculation(str(path), options, plan.config)
     return plan, contents
@@ -214,6 +221,8 @@ def _best_trial(
         split, errors = _spread(plan.config, tensor, pipeline, experts)
         errors += refusals(tensor, experts)
         errors += _machine_errors(plan.config, split, machine, request)
+        if request.draft_tokens and (error := draft_error(pipeline)):
+            errors.append(error)
         trial = trier.try_split(split, errors)
         if not trial.errors:
             return trial
