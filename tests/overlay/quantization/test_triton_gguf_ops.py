@@ -136,30 +136,6 @@ def test_experts(tokens):
         check(out, moe.reference(x, router, ids), FLOAT32)
 
 
-@on_kernels
-def test_types_without_a_kernel_are_dequantized_on_the_host():
-    from unittest import mock
-
-    from vllm.model_executor.layers.quantization.gguf import blocks as module
-    from vllm.model_executor.layers.quantization.gguf import triton_decode
-
-    table, x = random_blocks("Q8_0", 8, 64), values(3, 64)
-    shards = layout.lay_out([kind_of("Q8_0")], [8], 64, "m")
-    seen = []
-
-    def on_host(blocks, kind, columns, dtype):
-        seen.append(kind.name)
-        return weights(kind.name, blocks).to(dtype)
-
-    with (
-        mock.patch.object(triton_decode, "SUPPORTED", frozenset()),
-        mock.patch.object(module, "_on_host", on_host),
-    ):
-        out = layout.linear_of_shards(x, shards, table.flatten())
-    check(out, x.double() @ weights("Q8_0", table).t(), FLOAT32)
-    assert seen == ["Q8_0"]
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_have_an_implementation_for_cuda(name):
     for module in ("blocks", "layout", "embedding", "moe"):

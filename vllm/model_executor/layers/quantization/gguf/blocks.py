@@ -160,18 +160,27 @@ def dequantize_rows(
 def _dequantize(
     blocks: torch.Tensor, type_id: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return _on_host(blocks, ggml_type(type_id), columns, dtype)
+    kind = ggml_type(type_id)
+    if not blocks.is_cpu:
+        logger.warning_once(
+            "GGUF blocks on %s are dequantized on the host for every use. This is the "
+            "slow reference path.",
+            blocks.device.type,
+        )
+    host = blocks.detach().cpu().contiguous()
+    out = torch.empty(host.shape[0], columns, dtype=dtype)
+    dequantize_rows(host.numpy(), kind, host.shape[0], columns, out)
+    return out.to(blocks.device)
 
 
 @_dequantize.register_kernel("cuda")
 def _dequantize_on_gpu(
     blocks: torch.Tensor, type_id: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    # Where there is no GPU, Triton may be missing.
     from vllm.model_executor.layers.quantization.gguf import triton_dequantize
 
     kind = ggml_type(type_id)
-    if not runs_on_gpu(kind):
-        return _on_host(blocks, kind, columns, dtype)
     return triton_dequantize.triton_dequantize(blocks, kind, columns, dtype)
 
 
@@ -182,30 +191,6 @@ def _(
     return blocks.new_empty((blocks.shape[0], columns), dtype=dtype)
 
 
-def _on_host(
-    blocks: torch.Tensor, kind: GGMLType, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
-    if not blocks.is_cpu:
-        logger.warning_once(
-            "GGUF blocks of type %s on %s are dequantized on the host for every use. "
-            "This is the slow reference path.",
-            kind.name,
-            blocks.device.type,
-        )
-    host = blocks.detach().cpu().contiguous()
-    out = torch.empty(host.shape[0], columns, dtype=dtype)
-    dequantize_rows(host.numpy(), kind, host.shape[0], columns, out)
-    return out.to(blocks.device)
-
-
-def runs_on_gpu(*kinds: GGMLType) -> bool:
-    """Whether Triton kernels compute on blocks of all these types."""
-    # Where there is no GPU, Triton may be missing.
-    from vllm.model_executor.layers.quantization.gguf.triton_decode import SUPPORTED
-
-    return all(kind.name in SUPPORTED for kind in kinds)
-
-
 def dequantize(
     blocks: torch.Tensor, kind: GGMLType, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -213,7 +198,6 @@ def dequantize(
 
     `blocks`: uint8 [rows, row bytes of `columns`]. Returns [rows, columns] of `dtype`
     (float32 arithmetic, rounded once). On a CUDA device Triton computes; elsewhere off
-    the CPU, and for types without a kernel, the data makes a round trip to the host,
-    which cannot run inside a CUDA graph. Traceable by torch.compile.
+    the CPU the data makes a round trip to the host. Traceable by torch.compile.
     """
     return torch.ops.vllm_glm_dsa.gguf_dequantize(blocks, kind.id, columns, dtype)

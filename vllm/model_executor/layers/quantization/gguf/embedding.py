@@ -9,10 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.gguf.blocks import (
-    dequantize,
-    runs_on_gpu,
-)
+from vllm.model_executor.layers.quantization.gguf.blocks import dequantize
 from vllm.model_executor.layers.quantization.gguf.layout import (
     BlockShard,
     lay_out,
@@ -112,11 +109,8 @@ def _rows_on_gpu(
 ) -> torch.Tensor:
     from vllm.model_executor.layers.quantization.gguf import triton_dequantize
 
-    kind = ggml_type(type_id)
-    if not runs_on_gpu(kind):
-        return dequantize(blocks.index_select(0, row_ids), kind, columns, dtype)
     return triton_dequantize.triton_dequantize(
-        blocks, kind, columns, dtype, row_ids=row_ids.contiguous()
+        blocks, ggml_type(type_id), columns, dtype, row_ids=row_ids.contiguous()
     )
 
 

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.quantization.gguf.blocks import (
     dequantize,
     narrow_columns,
     row_bytes,
-    runs_on_gpu,
 )
 from vllm.transformers_utils.gguf.ggml_types import GGMLType, ggml_type
 
@@ -157,16 +156,13 @@ def _linear_on_gpu(
     counts = [count for _, count in matrices]
     for shard in lay_out(kinds, counts, columns, "linear"):
         part, flat_out = flat_out.tensor_split([shard.rows], dim=1)
-        if runs_on_gpu(shard.kind):
-            triton_linear(
-                flat_x,
-                shard.view(blocks),
-                shard.kind,
-                part,
-                chunk_weights=_CHUNK_WEIGHTS,
-            )
-        else:
-            part.copy_(linear(flat_x, shard, shard.view(blocks)))
+        triton_linear(
+            flat_x,
+            shard.view(blocks),
+            shard.kind,
+            part,
+            chunk_weights=_CHUNK_WEIGHTS,
+        )
     return out
 
 

@@ -25,7 +25,6 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
     FusedMoEMethodBase,
 )
-from vllm.model_executor.layers.quantization.gguf.blocks import runs_on_gpu
 from vllm.model_executor.layers.quantization.gguf.layout import (
     BlockShard,
     lay_out,
@@ -210,13 +209,12 @@ def _experts_on_gpu(
     intermediate: int,
     chosen_from: int,
 ) -> torch.Tensor:
-    kinds = [ggml_type(type_id) for type_id in type_ids]
-    if runs_on_gpu(*kinds):
-        from vllm.model_executor.layers.quantization.gguf import triton_moe
+    from vllm.model_executor.layers.quantization.gguf import triton_moe
 
-        experts = triton_moe.Experts(w13, w2, *kinds, intermediate, chosen_from)
-        if triton_moe.is_aligned(experts, x.shape[1]):
-            return triton_moe.triton_experts(x, experts, topk_weights, local_ids)
+    kinds = [ggml_type(type_id) for type_id in type_ids]
+    experts = triton_moe.Experts(w13, w2, *kinds, intermediate, chosen_from)
+    if triton_moe.is_aligned(experts, x.shape[1]):
+        return triton_moe.triton_experts(x, experts, topk_weights, local_ids)
     return _expert_by_expert(
         x, w13, w2, topk_weights, local_ids, type_ids, intermediate
     )

@@ -144,6 +144,17 @@ def alignment(kind: GGMLType) -> int:
     return 2 - kind.block_bytes % 2
 
 
+def aligned(blocks: torch.Tensor, kind: GGMLType) -> torch.Tensor:
+    """`blocks`, uint8 [rows, row bytes], copied if rows begin where none may.
+
+    They do behind an odd number of MXFP4's rows, which can be of odd length.
+    """
+    step = alignment(kind)
+    if blocks.data_ptr() % step or blocks.stride(0) % step:
+        return blocks.clone(memory_format=torch.contiguous_format)
+    return blocks
+
+
 @cache
 def tables(kind: GGMLType, device: torch.device) -> torch.Tensor:
     """The codebook of the type as int32 [n], for `load_weights`.

@@ -6,7 +6,7 @@ import torch
 
 from vllm.model_executor.layers.quantization.gguf.triton_decode import (
     SUPPORTED,
-    alignment,
+    aligned,
     load_weights,
     tables,
 )
@@ -106,8 +106,7 @@ def triton_dequantize(
         )
     if out.numel() == 0:
         return out
-    if blocks.data_ptr() % alignment(kind) or blocks.stride(0) % alignment(kind):
-        blocks = blocks.clone(memory_format=torch.contiguous_format)
+    blocks = aligned(blocks, kind)
     tile_columns = _tile_columns(columns)
     tile_rows = _TILE // tile_columns
     grid = (triton.cdiv(shape[0], tile_rows), triton.cdiv(columns, tile_columns))
@@ -146,7 +145,7 @@ def _check_blocks(blocks: torch.Tensor, kind: GGMLType, columns: int) -> None:
             f"Rows of {columns} weights are not a whole number of {kind.name} blocks "
             f"({kind.block_size} weights each)."
         )
-    row_bytes = columns // kind.block_size * kind.block_bytes
+    row_bytes = kind.row_bytes(columns)
     if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] != row_bytes:
         raise ValueError(
             f"{columns} weights of type {kind.name} are rows of {row_bytes} bytes, "

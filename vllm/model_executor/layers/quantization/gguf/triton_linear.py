@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.model_executor.layers.quantization.gguf.triton_decode import (
-    alignment,
+    aligned,
     load_weights,
     tables,
 )
@@ -295,9 +295,7 @@ def triton_linear(
         return
     if x.stride(1) != 1:
         x = x.contiguous()
-    if blocks.data_ptr() % alignment(kind) or blocks.stride(0) % alignment(kind):
-        # Behind an odd number of MXFP4's rows of an odd number of bytes.
-        blocks = blocks.clone(memory_format=torch.contiguous_format)
+    blocks = aligned(blocks, kind)
     if tokens <= MANY_TOKENS:
         _few_tokens(x, blocks, kind, out, parts)
         return
