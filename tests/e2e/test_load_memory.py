@@ -23,14 +23,26 @@ from vllm.distributed import (
     ensure_model_parallel_initialized, init_distributed_environment)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.gguf import file_blocks
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 def memory(field):
     status = Path("/proc/self/status").read_text()
     return int(re.search(field + r":\\s+(\\d+) kB", status)[1]) << 10
 
+def through_threads(self, span, target):
+    if target.device not in self._transports:
+        transport = file_blocks.Transport(
+            self._file.paths, file_blocks.HostLane, threads=2, buffer_bytes=1 << 20)
+        self._transports[target.device] = self._open.enter_context(transport)
+    self._transports[target.device].order(span, target)
+
+options = {}
+if sys.argv[3] == "threads":
+    file_blocks.BlockReader.read_into = through_threads
+    options["quantization"] = "gguf_native"
 config = EngineArgs(sys.argv[1], max_model_len=256, enforce_eager=True,
-                    kv_cache_memory_bytes=1 << 26).create_engine_config()
+                    kv_cache_memory_bytes=1 << 26, **options).create_engine_config()
 with set_current_vllm_config(config):
     init_distributed_environment(1, 0, "file://" + sys.argv[2], 0, "gloo")
     ensure_model_parallel_initialized(1, 1)
@@ -46,20 +58,36 @@ print(json.dumps({"peak": peak, "model": sum(sizes)}))
 """
 
 
-def test_peak_is_the_model_and_little_more_than_one_tensor(tmp_path: Path) -> None:
+def load(folder: Path, way: str) -> tuple[dict[str, int], int]:
+    """What the script found, and the number of weights of the largest tensor."""
     spec = TinySpec(
         weight_type="Q8_0", layers=3, hidden=1024, experts=32, expert_ff=1024
     )
-    model = write_tiny_glm_dsa(tmp_path / "tiny.gguf", spec)[0]
-    largest = spec.experts * spec.expert_ff * spec.hidden * 2
+    model = write_tiny_glm_dsa(folder / "tiny.gguf", spec)[0]
     output = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), str(tmp_path / "store")],
+        [sys.executable, "-c", SCRIPT, str(model), str(folder / "store"), way],
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+        env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")},
     )
     assert output.returncode == 0, output.stderr[-2000:]
     found = json.loads(output.stdout.splitlines()[-1])
+    return found, spec.experts * spec.expert_ff * spec.hidden
+
+
+def test_peak_is_the_model_and_little_more_than_one_tensor(tmp_path: Path) -> None:
+    found, weights = load(tmp_path, "mapped")
+    largest = 2 * weights
     assert found["model"] > 5 * largest, "else the bound would not be of the model"
     assert found["peak"] <= found["model"] + 1.3 * largest + SLACK, found
+
+
+def test_peak_is_the_model_and_the_buffers_of_the_threads(tmp_path: Path) -> None:
+    found, weights = load(tmp_path, "threads")
+    # Two buffers for each of two threads, and two scratch buffers.
+    buffers = 8 << 20
+    assert found["peak"] <= found["model"] + buffers + SLACK, found
+    # 34 bytes for 32 weights.
+    largest = weights * 34 // 32
+    assert largest > buffers + SLACK, "else the bound would allow for a whole tensor"

@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
 """Loads the weights of a glm-dsa GGUF file into vLLM's GLM-DSA model.
 
-Weights come in file order, one at a time. With quantization "gguf_native" the
-matrices arrive as raw blocks; everything else, and all of it without quantization,
-is dequantized on the way. Host memory beyond the model stays near one tensor.
+Weights come in file order, one at a time. With quantization "gguf_native" matrices
+are passed on unread (`FileBlocks`), and go as raw blocks from the file to where the
+parameters are; everything else, and all of it without quantization, is dequantized on
+the host. Host memory beyond the model stays near one tensor on the CPU, and near some
+fixed buffers on a GPU.
 """
 
-import warnings
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -20,6 +22,8 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.gguf.blocks import dequantize_rows
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.gguf.file_blocks import BlockReader, FileBlocks
+from vllm.model_executor.model_loader.gguf.transport import THREADS
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.transformers_utils.gguf.artifacts import gguf_path
 from vllm.transformers_utils.gguf.errors import GGUFError
@@ -30,7 +34,7 @@ from vllm.transformers_utils.gguf.serving import QUANTIZATION, stage_error
 
 logger = init_logger(__name__)
 
-NamedTensor = tuple[str, torch.Tensor]
+NamedWeight = tuple[str, torch.Tensor | FileBlocks]
 
 
 class GGUFModelLoader(DefaultModelLoader):
@@ -58,9 +62,12 @@ class GGUFModelLoader(DefaultModelLoader):
             plan = make_plan(file)
             if not is_draft:
                 _check_stage(model, plan.config)
-            weights = plan.mtp if is_draft else plan.main
-            reader = self._reader(file, plan.config, model_config)
-            loaded = model.load_weights(self._read(reader, weights, file))
+            weights = _of_stage(plan.mtp if is_draft else plan.main, model)
+            start = time.perf_counter()
+            with BlockReader(file, threads=self._threads()) as blocks:
+                reader = self._reader(blocks, file, plan.config, model_config)
+                loaded = model.load_weights(self._read(reader, weights, file))
+            _log_rate(blocks.nbytes, time.perf_counter() - start)
         missing = sorted(
             name
             for name, _ in model.named_parameters()
@@ -73,10 +80,20 @@ class GGUFModelLoader(DefaultModelLoader):
                 "its modules differently from what the load plan expects"
             )
 
+    def _threads(self) -> int:
+        """Threads that read for a device: vLLM's own option, or the default."""
+        options = self.load_config.model_loader_extra_config
+        return options.get("num_threads") or THREADS
+
     def _reader(
-        self, file: GGUFFile, config: GlmDsaConfig, model_config: ModelConfig
+        self,
+        blocks: BlockReader,
+        file: GGUFFile,
+        config: GlmDsaConfig,
+        model_config: ModelConfig,
     ) -> "_WeightReader":
         return _WeightReader(
+            blocks,
             file,
             config,
             dtype=model_config.dtype,
@@ -89,7 +106,7 @@ class GGUFModelLoader(DefaultModelLoader):
         reader: "_WeightReader",
         weights: tuple[PlannedWeight, ...],
         file: GGUFFile,
-    ) -> Iterator[NamedTensor]:
+    ) -> Iterator[NamedWeight]:
         total = sum(info.nbytes for weight in weights for info in weight.sources)
         progress = tqdm(
             total=total,
@@ -109,6 +126,31 @@ class GGUFModelLoader(DefaultModelLoader):
         return self.local_expert_ids is None or expert in self.local_expert_ids
 
 
+def _of_stage(
+    weights: tuple[PlannedWeight, ...], model: nn.Module
+) -> tuple[PlannedWeight, ...]:
+    """The weights of the pipeline stage that `model` is."""
+    # Modules of models import this one.
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    absent = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, PPMissingLayer)
+    )
+    return tuple(weight for weight in weights if not weight.name.startswith(absent))
+
+
+def _log_rate(nbytes: int, seconds: float) -> None:
+    if nbytes:
+        logger.info(
+            "Read %.2f GiB of GGUF blocks in %.1f s, %.2f GB/s",
+            nbytes / 2**30,
+            seconds,
+            nbytes / seconds / 1e9,
+        )
+
+
 def _is_shared(name: str) -> bool:
     """Whether a parameter of the MTP draft is replaced by the main model's."""
     return "embed_tokens." in name or "shared_head.head." in name
@@ -123,10 +165,11 @@ def _check_stage(model: nn.Module, config: GlmDsaConfig) -> None:
 
 
 class _WeightReader:
-    """Makes the tensors of planned weights, on the host."""
+    """Makes the tensors of planned weights, on the host, or passes on their blocks."""
 
     def __init__(
         self,
+        blocks: BlockReader,
         file: GGUFFile,
         config: GlmDsaConfig,
         *,
@@ -134,13 +177,14 @@ class _WeightReader:
         keep_blocks: bool,
         is_local: Callable[[int], bool],
     ) -> None:
+        self._unread = blocks
         self._file = file
         self._config = config
         self._dtype = dtype
         self._keep_blocks = keep_blocks
         self._is_local = is_local
 
-    def read(self, weight: PlannedWeight) -> Iterator[NamedTensor]:
+    def read(self, weight: PlannedWeight) -> Iterator[NamedWeight]:
         """The parameters that `weight` fills, under their checkpoint names."""
         source = weight.sources[0]
         if weight.kind == "kv_b":
@@ -161,14 +205,11 @@ class _WeightReader:
         source: TensorInfo,
         index: int,
         rows: tuple[int, int] | None,
-    ) -> NamedTensor:
+    ) -> NamedWeight:
         """Matrix `index` of `source`, as blocks or in a floating-point type."""
         if weight.blocks and self._keep_blocks:
-            blocks = self._blocks(source, index, rows)
-            with warnings.catch_warnings():
-                # The map is read-only; the parameters copy from it and never write.
-                warnings.filterwarnings("ignore", "The given NumPy array is not wri")
-                return f"{name.removesuffix('weight')}qweight", torch.from_numpy(blocks)
+            blocks = self._unread.matrix(source, index, rows)
+            return f"{name.removesuffix('weight')}qweight", blocks
         # Small matrices outside the fused kernels (router, indexer weights) may be
         # parameters of float32: keep what the file has and let the copy round.
         dtype = self._dtype if weight.blocks else torch.float32

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.gguf.blocks import dequantize
 from vllm.model_executor.layers.quantization.gguf.layout import (
+    Blocks,
     BlockShard,
     lay_out,
     load_shard,
@@ -129,7 +130,7 @@ def _load(
     layer: torch.nn.Module,
     prefix: str,
     param: Parameter,
-    loaded_weight: torch.Tensor,
+    loaded_weight: Blocks,
 ) -> None:
     shard: BlockShard
     (shard,) = layer.gguf_shards

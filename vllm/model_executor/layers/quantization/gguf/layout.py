@@ -9,6 +9,7 @@ description that kernels rely on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,29 @@ from vllm.transformers_utils.gguf.ggml_types import GGMLType, ggml_type
 
 # Weights dequantized at a time: 32 MiB as bfloat16, whatever the matrix.
 _CHUNK_WEIGHTS = 1 << 24
+
+
+class UnreadBlocks(Protocol):
+    """A matrix of the file that is read once it is known which part is needed.
+
+    Stands for a tensor, uint8 [rows, row bytes].
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def dim(self) -> int: ...
+
+    def narrow(self, dim: int, start: int, length: int) -> Self: ...
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Have the bytes read into `target`, of the same shape; maybe later."""
+
+
+Blocks: TypeAlias = torch.Tensor | UnreadBlocks
 
 
 @dataclass(frozen=True)
@@ -63,14 +87,14 @@ def lay_out(
 def load_shard(
     target: torch.Tensor,
     shard: BlockShard,
-    loaded: torch.Tensor,
+    loaded: Blocks,
     *,
     row_parts: int,
     column_parts: int,
     rank: int,
     what: str,
 ) -> None:
-    """Copy this rank's part of a whole matrix of the file into `target`.
+    """Copy or read this rank's part of a whole matrix of the file into `target`.
 
     `target`: uint8 [rows, row bytes] of this rank. `loaded`: uint8 [rows, row bytes]
     of the file, `row_parts` times as many rows and `column_parts` times as many
@@ -94,7 +118,10 @@ def load_shard(
         loaded = narrow_columns(
             loaded, shard.kind, rank * shard.columns, shard.columns, what
         )
-    target.copy_(loaded)
+    if isinstance(loaded, torch.Tensor):
+        target.copy_(loaded)
+    else:
+        loaded.read_into(target)
 
 
 def linear(x: torch.Tensor, shard: BlockShard, blocks: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.gguf.layout import (
+    Blocks,
     BlockShard,
     lay_out,
     linear_of_shards,
@@ -93,7 +94,7 @@ def _load(
     row_parts: int,
     column_parts: int,
     param: Parameter,
-    loaded_weight: torch.Tensor,
+    loaded_weight: Blocks,
     loaded_shard_id: int | None = None,
 ) -> None:
     shards: tuple[BlockShard, ...] = layer.gguf_shards

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
     FusedMoEMethodBase,
 )
 from vllm.model_executor.layers.quantization.gguf.layout import (
+    Blocks,
     BlockShard,
     lay_out,
     linear,
@@ -265,7 +266,7 @@ def _load_expert(
     layer: "RoutedExperts",
     prefix: str,
     param: Parameter,
-    loaded_weight: torch.Tensor,
+    loaded_weight: Blocks,
     weight_name: str,
     shard_id: str,
     expert_id: int,
