@@ -7,14 +7,33 @@
 ARG DEVICE=cuda
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
+ARG CUDA_DEVEL_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 
-FROM ${PYTHON_IMAGE} AS wheel
-ARG DEVICE
+# hadolint ignore=DL3006
+FROM ${CUDA_DEVEL_IMAGE} AS toolkit
+
+FROM ${PYTHON_IMAGE} AS build-cpu
 # The build number in the version is counted from the clone's history.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends git \
     && rm -rf /var/lib/apt/lists/*
+
+# The kernels are compiled with GCC 12 of Debian, whose symbols older systems have too.
+# Of torch only headers are needed; the CPU's is the smallest.
+FROM build-cpu AS build-cuda
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends cmake g++ ninja-build \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=toolkit /usr/local/cuda-13.0 /usr/local/cuda
+ENV CUDA_HOME=/usr/local/cuda \
+    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
+    VLLM_GLM_DSA_EXTENSION=1
+
+# hadolint ignore=DL3006
+FROM build-${DEVICE} AS wheel
+ARG DEVICE
 WORKDIR /src
 COPY . .
 RUN VLLM_TARGET_DEVICE=${DEVICE} \

@@ -13,7 +13,8 @@ DEVICE ?= cpu
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-SOURCES := $(shell git ls-files vfork edits vllm upstream.toml pyproject.toml)
+SOURCES := $(shell git ls-files vfork edits vllm upstream.toml pyproject.toml \
+	CMakeLists.txt cmake csrc)
 FORK := $(VENV)/.fork
 TESTS := $(VENV)/.test-requirements
 SITE = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -34,6 +35,7 @@ lint: $(FORK) $(VENV)/.lint-requirements
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/gguf/* tests/csrc/*.[ch]* tests/csrc/stand_ins/*
 
 wheel:
 	$(PYTHON) -m vfork wheel --base $(DEVICE) --out dist

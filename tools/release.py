@@ -174,7 +174,8 @@ def _requirements(headers: Any) -> Iterable[Component]:
 
 
 def _files(manifest: dict[str, Any]) -> Iterable[Component]:
-    for entry in manifest["overlay"]:
+    extension = manifest.get("extension")
+    for entry in [*manifest["overlay"], *([extension] if extension else [])]:
         yield Component(
             name=entry["file"],
             type=ComponentType.FILE,

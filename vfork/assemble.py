@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vfork.errors import VforkError
+from vfork.extension import Extension
 from vfork.fetch import fetch
 from vfork.image import Image, compose
 from vfork.pin import Base
@@ -29,7 +30,12 @@ class AssembleReport:
 
 
 def assemble(
-    root: Path, base: Base, out: Path, *, dry_run: bool = False
+    root: Path,
+    base: Base,
+    out: Path,
+    *,
+    extension: Extension | None = None,
+    dry_run: bool = False,
 ) -> AssembleReport:
     """Writes release, edits, overlay and dist-info to `out`; an older tree there goes.
 
@@ -38,7 +44,7 @@ def assemble(
     _check_out(out)
     version = base.fork_version(build_number(root))
     with Release(fetch(base)) as release:
-        image = compose(root, base, release, version)
+        image = compose(root, base, release, version, extension)
         record = image.record(release)
         if not dry_run:
             _write(image, release, out)

@@ -16,6 +16,7 @@ from pathlib import Path
 from vfork import sdist, wheel
 from vfork.distinfo import dist_info_files, dist_info_name
 from vfork.errors import VforkError
+from vfork.extension import build_requirements, extension_for
 from vfork.fetch import fetch
 from vfork.pin import Base, pinned
 from vfork.release import Release
@@ -56,7 +57,9 @@ def cuda_device_seen() -> bool:
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    return []
+    """What compiles the extension, for a CUDA wheel."""
+    with _plain_errors():
+        return build_requirements(Path.cwd()) if target_device() == "cuda" else []
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
@@ -86,7 +89,9 @@ def build_wheel(
     """Builds the fork wheel and returns its file name."""
     with _plain_errors():
         root, base, _ = _project()
-        return wheel.build_wheel(root, base, Path(wheel_directory)).name
+        extension = extension_for(root, base)
+        out = Path(wheel_directory)
+        return wheel.build_wheel(root, base, out, extension=extension).name
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:

@@ -17,6 +17,8 @@ from vfork.backend import target_device
 from vfork.edits import load_edits
 from vfork.errors import VforkError
 from vfork.export import command as upstream
+from vfork.extension import build_extension, extension_for
+from vfork.extension_check import check_file
 from vfork.fetch import fetch
 from vfork.overlap import overlaps
 from vfork.pin import Base, load_pins, pinned
@@ -110,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("out", type=Path)
     sub = add("wheel", _wheel, "build the fork wheel", base="one", writes=True)
     sub.add_argument("--out", type=Path, default=Path("dist"), help="default: dist")
+    sub = add("extension", _extension, "compile kernels", base=None, writes=False)
+    sub.add_argument("--out", type=Path, metavar="FILE", help="write the library there")
+    sub.add_argument(
+        "--check", type=Path, metavar="FILE", help="check this library or wheel instead"
+    )
     sub = add("export", _export, "write upstream patches", base=None, writes=True)
     upstream.add_arguments(sub)
     add("lock", _lock, f"write {lock.LOCK_FILE}", base="all", writes=True)
@@ -207,7 +214,9 @@ def _diff(args: argparse.Namespace, root: Path) -> Outcome:
 
 
 def _assemble(args: argparse.Namespace, root: Path) -> Outcome:
-    report = assemble(root, _base(args, root), args.out, dry_run=args.dry_run)
+    base = _base(args, root)
+    extension = extension_for(root, base)
+    report = assemble(root, base, args.out, extension=extension, dry_run=args.dry_run)
     text = (
         f"{report.version} in {report.out}: {report.files} files, "
         f"{len(report.edited)} edited, {len(report.overlay)} new"
@@ -217,8 +226,27 @@ def _assemble(args: argparse.Namespace, root: Path) -> Outcome:
 
 def _wheel(args: argparse.Namespace, root: Path) -> Outcome:
     base = _base(args, root)
-    path = build_wheel(root, base, args.out, dry_run=args.dry_run)
+    extension = extension_for(root, base)
+    path = build_wheel(root, base, args.out, extension=extension, dry_run=args.dry_run)
     return Outcome(str(path), {"base": base.name, "wheel": str(path)})
+
+
+def _extension(args: argparse.Namespace, root: Path) -> Outcome:
+    if args.check:
+        report = check_file(root, args.check)
+        data = dataclasses.asdict(dataclasses.replace(report, errors=()))
+        cubins = ", ".join(f"{n} x {name}" for name, n in report.cubins.items())
+        newest = ", ".join(f"{name} {n}" for name, n in report.newest.items())
+        text = f"{report.path}: {cubins}; {newest}; {', '.join(report.operators)}"
+        for kernel, size in report.spilled.items():
+            text += f"\n{size} bytes in local memory: {kernel}"
+        return Outcome(text, data, [*report.errors])
+    extension = build_extension(root)
+    if args.out:
+        args.out.write_bytes(extension.data)
+    archs = " ".join(extension.archs)
+    text = f"{len(extension.data)} bytes for {archs}, by {extension.compiler}"
+    return Outcome(text, extension.entry())
 
 
 def _export(args: argparse.Namespace, root: Path) -> Outcome:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""The fork as a set of files over a release: edits, overlay, version, manifest."""
+"""The fork as a set of files over a release: edits, overlay, extension, manifest."""
 
 import hashlib
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 from vfork.apply import render
 from vfork.distinfo import dist_info_files, dist_info_name
 from vfork.edits import LoadedEditFile, applies, blame, load_edits
+from vfork.extension import MEMBER as EXTENSION
+from vfork.extension import Extension
 from vfork.overlay import Member, check_overlay, overlay_files
 from vfork.pin import Base
 from vfork.release import RecordEntry, Release, record_entry
@@ -24,22 +26,24 @@ VERSION_FILE = "vllm/_version.py"
 class Image:
     """What the fork puts over a release; everything else of the release stays.
 
-    `edited` replaces upstream files, `overlay` adds files. `generated` holds the
-    manifest and the version module. `dist_info` takes the place of the release's
-    dist-info, with RECORD left to `record`. Keys are paths in the wheel.
+    `edited` replaces upstream files, `overlay` adds files, `compiled` holds the
+    extension, if there is one. `generated` holds the manifest and the version module.
+    `dist_info` takes the place of the release's dist-info, with RECORD left to
+    `record`. Keys are paths in the wheel.
     """
 
     base: Base
     version: str
     edited: Mapping[str, Member]
     overlay: Mapping[str, Member]
+    compiled: Mapping[str, Member]
     generated: Mapping[str, Member]
     dist_info: Mapping[str, Member]
 
     @property
     def payload(self) -> dict[str, Member]:
         """All files of the image outside dist-info."""
-        return {**self.edited, **self.overlay, **self.generated}
+        return {**self.edited, **self.overlay, **self.compiled, **self.generated}
 
     @property
     def record_path(self) -> str:
@@ -69,14 +73,21 @@ class Image:
         return {**ordered, self.record_path: RecordEntry("", "")}
 
 
-def compose(root: Path, base: Base, release: Release, version: str) -> Image:
+def compose(
+    root: Path,
+    base: Base,
+    release: Release,
+    version: str,
+    extension: Extension | None = None,
+) -> Image:
     """Renders all edits and collects the overlay of a checkout for one release.
 
     Raises VforkError for an edit that does not resolve, an overlay path that collides
     with the release, or a requirement change that does not fit.
     """
     overlay = overlay_files(root)
-    check_overlay([*overlay], release)
+    compiled = {EXTENSION: Member(extension.data, 0o755)} if extension else {}
+    check_overlay([*overlay, *compiled], release)
     edited: dict[str, Member] = {}
     register: list[dict[str, str]] = []
     for loaded in load_edits(root):
@@ -88,12 +99,13 @@ def compose(root: Path, base: Base, release: Release, version: str) -> Image:
             mode = release.info(loaded.target).external_attr >> 16 & 0o777
             edited[loaded.target] = Member(rendered.data, mode)
             register += [_entry(loaded, edit) for edit in edits]
-    manifest = _manifest(base, version, register, overlay)
+    manifest = _manifest(base, version, register, overlay, extension)
     return Image(
         base=base,
         version=version,
         edited=edited,
         overlay=overlay,
+        compiled=compiled,
         generated={
             MANIFEST: Member(manifest),
             VERSION_FILE: Member(_version_module(version)),
@@ -121,6 +133,7 @@ def _manifest(
     version: str,
     register: list[dict[str, str]],
     overlay: Mapping[str, Member],
+    extension: Extension | None,
 ) -> bytes:
     content = {
         "format": 1,
@@ -137,6 +150,7 @@ def _manifest(
             {"file": path, "sha256": hashlib.sha256(member.data).hexdigest()}
             for path, member in sorted(overlay.items())
         ],
+        "extension": extension.entry() if extension else None,
     }
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-glm-dsa project
-"""Brings an installed fork up to a checkout's edits and overlay, for development.
+"""Brings an installed fork up to a checkout's files and kernels, for development.
 
 Version, requirements and entry points stay as installed; those need a new install.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vfork.errors import VforkError
+from vfork.extension import extension_for
 from vfork.fetch import fetch
 from vfork.image import MANIFEST, Image, compose
 from vfork.overlay import PACKAGE, Member
@@ -44,7 +45,9 @@ def sync(root: Path, site_packages: Path, *, dry_run: bool = False) -> SyncRepor
     record_path = _record_path(site_packages)
     base = _installed_base(root, manifest)
     with Release(fetch(base)) as release:
-        image = compose(root, base, release, str(manifest["version"]))
+        image = compose(
+            root, base, release, str(manifest["version"]), extension_for(root, base)
+        )
         wanted = _wanted(image)
         stale = {entry["file"] for entry in manifest["edits"]} - set(wanted)
         restored = {path: Member(release.read(path)) for path in sorted(stale)}
@@ -53,7 +56,8 @@ def sync(root: Path, site_packages: Path, *, dry_run: bool = False) -> SyncRepor
         for path, member in wanted.items()
         if _content(site_packages / path) != member.data
     }
-    removed = sorted({entry["file"] for entry in manifest["overlay"]} - set(wanted))
+    ours = [*manifest["overlay"], manifest.get("extension")]
+    removed = sorted({entry["file"] for entry in ours if entry} - set(wanted))
     if not dry_run and (written or restored or removed):
         gone = _remove(site_packages, removed)
         gone |= _write(site_packages, {**restored, **written})
@@ -115,7 +119,7 @@ def _installed_base(root: Path, manifest: dict[str, Any]) -> Base:
 def _wanted(image: Image) -> dict[str, Member]:
     """The files a sync looks after. The manifest is last, to be written last."""
     manifest = image.generated[MANIFEST]
-    return {**image.edited, **image.overlay, MANIFEST: manifest}
+    return {**image.edited, **image.overlay, **image.compiled, MANIFEST: manifest}
 
 
 def _content(path: Path) -> bytes | None:

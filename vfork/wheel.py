@@ -18,6 +18,7 @@ from typing import IO
 
 from vfork.distinfo import NAME
 from vfork.errors import VforkError
+from vfork.extension import Extension
 from vfork.fetch import fetch
 from vfork.image import Image, compose
 from vfork.overlay import Member
@@ -33,7 +34,12 @@ _ZIP_END = 4354819199  # 2107-12-31 23:59:59, the last
 
 
 def build_wheel(
-    root: Path, base: Base, out_dir: Path, *, dry_run: bool = False
+    root: Path,
+    base: Base,
+    out_dir: Path,
+    *,
+    extension: Extension | None = None,
+    dry_run: bool = False,
 ) -> Path:
     """Builds the fork wheel of one base in `out_dir` and returns its path.
 
@@ -43,7 +49,7 @@ def build_wheel(
     target = out_dir / f"{NAME}-{version}-{base.tag}.whl"
     moment = time.gmtime(max(source_date(), _ZIP_EPOCH))[:6]
     with Release(fetch(base)) as release:
-        image = compose(root, base, release, version)
+        image = compose(root, base, release, version, extension)
         if not dry_run:
             out_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out_dir, prefix="wheel-") as scratch:

@@ -39,7 +39,7 @@ from vfork.source import parse_quietly
 from vfork.spec import Edit
 
 # Everything in these folders is exported, or has a reason not to be.
-COVERED = ("vllm/", "tests/overlay/")
+COVERED = ("vllm/", "tests/overlay/", "csrc/")
 
 
 @dataclass(frozen=True)
