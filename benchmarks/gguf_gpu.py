@@ -5,14 +5,18 @@
 
     python benchmarks/gguf_gpu.py --types Q4_K,IQ2_XXS --tokens 1,8,64,4096
     python benchmarks/gguf_gpu.py --work moe --experts 256 --json gguf.json
+    python benchmarks/gguf_gpu.py --extension FILE --who ours,cuda,triton
 
 Dense: 16384 x 6144. MoE: 6144 wide, experts of 2048, top-8, random routing; gate, up
 and down of one type. Weights are random bits with finite scales. Times are medians
 after a flush of the L2 cache; up to 128 tokens of a CUDA graph, without launches.
 TB/s are bytes of the weights that are read, of all experts that were chosen; TFLOP/s
 count two operations for a weight and token. `error` is the relative error of the first
-token against float64. The peers are cuBLAS and torch._grouped_mm on bf16 weights.
-torch, triton and gguf-py are enough.
+token against float64. `ours` is what the fork chooses for that size; `cuda` and
+`triton` are its kernels, also where it would choose others. The peers are cuBLAS and
+torch._grouped_mm on bf16 weights. torch, triton and gguf-py are enough, and for `cuda`
+the compiled extension: the installed one, or FILE of `python -m vfork extension --out
+FILE`.
 """
 
 import argparse
@@ -33,6 +37,9 @@ if __name__ == "__main__":
     _standalone.use(packages=_standalone.GGUF)
 
 from tests.overlay.quantization.triton_gguf_cases import kind_of, random_blocks
+from vllm.model_executor.layers.quantization.gguf import cuda_extension
+from vllm.model_executor.layers.quantization.gguf import cuda_linear as cuda_dense
+from vllm.model_executor.layers.quantization.gguf import cuda_moe as cuda_grouped
 from vllm.model_executor.layers.quantization.gguf import triton_linear as dense
 from vllm.model_executor.layers.quantization.gguf import triton_moe as grouped
 from vllm.model_executor.layers.quantization.gguf.triton_dequantize import (
@@ -42,6 +49,7 @@ from vllm.model_executor.layers.quantization.gguf.triton_dequantize import (
 HIDDEN, INNER, TOP_K, ROWS = 6144, 2048, 8, 16384
 GRAPH_TOKENS = 128
 CHUNK_WEIGHTS = 1 << 24
+OURS = ("ours", "cuda", "triton")
 Call = Callable[[], torch.Tensor]
 
 
@@ -53,12 +61,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,512,4096")
     parser.add_argument("--work", default="linear,moe")
     parser.add_argument("--experts", type=int, default=64, help="GLM-5 has 256")
-    parser.add_argument("--many-tokens", type=int, help="in place of MANY_TOKENS")
-    parser.add_argument("--vector-tokens", type=int, help="in place of VECTOR_TOKENS")
-    parser.add_argument("--few-tokens", type=int, help="in place of FEW_TOKENS of MoE")
-    parser.add_argument(
-        "--tile", help="of tensor cores: rows,tokens,columns,warps,stages"
-    )
+    parser.add_argument("--many-tokens", type=int, help="in place of Triton's")
+    parser.add_argument("--vector-tokens", type=int, help="in place of Triton's")
+    parser.add_argument("--few-tokens", type=int, help="in place of Triton's for MoE")
+    parser.add_argument("--tile", help="of Triton's: rows,tokens,columns,warps,stages")
+    parser.add_argument("--extension", type=Path, metavar="FILE")
+    parser.add_argument("--who", default="ours", help="of ours, cuda and triton")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -98,8 +106,33 @@ def dequantized(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Te
     return triton_dequantize(blocks, kind, columns, dtype)
 
 
-def linear_reports(name: str, tokens: list[int], peers: bool) -> list[dict[str, Any]]:
+def linear_calls(
+    x: torch.Tensor, blocks: torch.Tensor, name: str, out: torch.Tensor
+) -> dict[str, Call]:
+    """The product by each of the fork's ways that there is."""
     kind = kind_of(name)
+
+    def triton() -> torch.Tensor:
+        dense.triton_linear(x, blocks, kind, out, chunk_weights=CHUNK_WEIGHTS)
+        return out
+
+    def cuda() -> torch.Tensor:
+        cuda_dense.cuda_linear(x, blocks, kind, out)
+        return out
+
+    # As `layout` chooses.
+    calls = {"ours": triton, "triton": triton}
+    places = (blocks.data_ptr(), blocks.stride(0))
+    if cuda_dense.takes_linear(x, blocks, kind):
+        calls["ours"] = cuda
+    if cuda_extension.fits(x, kind, x.shape[1], *places):
+        calls["cuda"] = cuda
+    return calls
+
+
+def linear_reports(
+    name: str, tokens: list[int], who: list[str], peers: bool
+) -> list[dict[str, Any]]:
     blocks = random_blocks(name, ROWS, HIDDEN, device="cuda")
     weights = dequantized(blocks, name, torch.bfloat16)
     reports = []
@@ -107,9 +140,7 @@ def linear_reports(name: str, tokens: list[int], peers: bool) -> list[dict[str, 
         x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
         out = x.new_empty(count, ROWS)
 
-        def ours(x: torch.Tensor = x, out: torch.Tensor = out) -> torch.Tensor:
-            dense.triton_linear(x, blocks, kind, out, chunk_weights=CHUNK_WEIGHTS)
-            return out
+        calls = linear_calls(x, blocks, name, out)
 
         def cublas(x: torch.Tensor = x) -> torch.Tensor:
             return F.linear(x, weights)
@@ -118,7 +149,9 @@ def linear_reports(name: str, tokens: list[int], peers: bool) -> list[dict[str, 
             x[:1].double() @ dequantized(blocks, name, torch.float32).double().t()
         )
         shape = ("linear", name, count, blocks.numel(), count * weights.numel())
-        reports.append(report("ours", *shape, ours, expected))
+        reports += [
+            report(each, *shape, calls[each], expected) for each in who if each in calls
+        ]
         if peers:
             reports.append(report("cuBLAS bf16", *shape, cublas, expected))
     return reports
@@ -150,8 +183,25 @@ def one_token(
     return total.unsqueeze(0)
 
 
+def moe_calls(
+    x: torch.Tensor, experts: grouped.Experts, router: torch.Tensor, ids: torch.Tensor
+) -> dict[str, Call]:
+    """The sum of experts by each of the fork's ways that there is."""
+
+    def triton() -> torch.Tensor:
+        return grouped.triton_experts(x, experts, router, ids, grouped.FEW_TOKENS)
+
+    def cuda() -> torch.Tensor:
+        return cuda_grouped.cuda_experts(x, experts, router, ids)
+
+    # As `moe` chooses.
+    if cuda_grouped.takes_experts(x, experts, ids):
+        return {"ours": cuda, "triton": triton, "cuda": cuda}
+    return {"ours": triton, "triton": triton}
+
+
 def moe_reports(
-    name: str, tokens: list[int], count: int, peers: bool
+    name: str, tokens: list[int], count: int, who: list[str], peers: bool
 ) -> list[dict[str, Any]]:
     kind = kind_of(name)
     w13 = random_blocks(name, count * 2 * INNER, HIDDEN, 1, "cuda").view(count, -1)
@@ -164,18 +214,15 @@ def moe_reports(
         ids = (
             torch.rand(number, count, device="cuda").argsort(1)[:, :TOP_K].contiguous()
         )
-
-        def ours(
-            x: torch.Tensor = x, router: torch.Tensor = router, ids: torch.Tensor = ids
-        ) -> torch.Tensor:
-            return grouped.triton_experts(x, experts, router, ids, grouped.FEW_TOKENS)
-
+        calls = moe_calls(x, experts, router, ids)
         chosen = len(ids.unique())
         size = chosen * (w13.shape[1] + w2.shape[1])
         products = number * TOP_K * 3 * HIDDEN * INNER
         shape = ("moe", name, number, size, products)
         expected = one_token(x[0], experts, router[0], ids[0])
-        reports.append(report("ours", *shape, ours, expected))
+        reports += [
+            report(each, *shape, calls[each], expected) for each in who if each in calls
+        ]
         if peers and hasattr(torch, "_grouped_mm"):
             reports += grouped_mm(experts, x, ids, products, shape)
     return reports
@@ -225,11 +272,11 @@ def report(
         "type": name,
         "tokens": tokens,
         "us": us,
-        "weight_tb_per_s": size / us / 1e6 if who == "ours" else None,
+        "weight_tb_per_s": size / us / 1e6 if who in OURS else None,
         "tflops": 2 * products / us / 1e6,
         "error": error,
     }
-    rate = f"{found['weight_tb_per_s']:6.2f} TB/s" if who == "ours" else " " * 11
+    rate = f"{found['weight_tb_per_s']:6.2f} TB/s" if who in OURS else " " * 11
     said = "" if error is None else f"  error {error:.1e}"
     print(
         f"{work:6s} {name:8s} M={tokens:<5d} {who:16s} {us:10.1f} us {rate}"
@@ -249,13 +296,18 @@ def main() -> int:
         tile = dense.Tile(*map(int, options.tile.split(",")))
         dense.linear_tile = grouped.moe_tile = lambda size: tile
     tokens = [int(part) for part in options.tokens.split(",")]
+    who, peers = options.who.split(","), not options.no_peers
+    if unknown := set(who) - set(OURS):
+        raise SystemExit(f"--who takes {', '.join(OURS)}, not {', '.join(unknown)}")
+    if options.extension:
+        _standalone.load_extension(options.extension)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     reports: list[dict[str, Any]] = []
     for name in options.types.split(","):
         if "linear" in options.work:
-            reports += linear_reports(name, tokens, not options.no_peers)
+            reports += linear_reports(name, tokens, who, peers)
         if "moe" in options.work:
-            reports += moe_reports(name, tokens, options.experts, not options.no_peers)
+            reports += moe_reports(name, tokens, options.experts, who, peers)
     if options.json:
         options.json.write_text(json.dumps(reports, indent=1) + "\n")
     wrong = [row for row in reports if row["error"] is not None and row["error"] > 8e-3]

@@ -10,6 +10,7 @@ the real Triton: torch and triton suffice, and gguf for kernels on GGUF blocks.
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import types
@@ -65,6 +66,28 @@ def _stand_in(root: Path) -> None:
     utils = types.ModuleType("vllm.triton_utils")
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
     sys.modules[utils.__name__] = utils
+    logger = types.ModuleType("vllm.logger")
+    logger.init_logger = logging.getLogger
+    sys.modules[logger.__name__] = logger
+
+
+def load_extension(path: Path | None) -> None:
+    """Have `import vllm._glm_dsa_C` give the library at `path`.
+
+    Without one, it stays what is installed; ImportError if that is nothing.
+    """
+    name = "vllm._glm_dsa_C"
+    if path is None:
+        importlib.import_module(name)
+        return
+    import torch  # noqa: F401  its libraries have to be there first
+
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no extension module: its name must end in .so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = sys.modules["vllm"]._glm_dsa_C = module
 
 
 def _folder(root: Path, name: str) -> Path:

@@ -173,6 +173,10 @@ def _linear_on_gpu(
     type_ids: Sequence[int],
     rows: Sequence[int],
 ) -> torch.Tensor:
+    from vllm.model_executor.layers.quantization.gguf.cuda_linear import (
+        cuda_linear,
+        takes_linear,
+    )
     from vllm.model_executor.layers.quantization.gguf.triton_linear import triton_linear
 
     matrices = _joined([*map(ggml_type, type_ids)], rows)
@@ -183,13 +187,13 @@ def _linear_on_gpu(
     counts = [count for _, count in matrices]
     for shard in lay_out(kinds, counts, columns, "linear"):
         part, flat_out = flat_out.tensor_split([shard.rows], dim=1)
-        triton_linear(
-            flat_x,
-            shard.view(blocks),
-            shard.kind,
-            part,
-            chunk_weights=_CHUNK_WEIGHTS,
-        )
+        matrix = shard.view(blocks)
+        if takes_linear(flat_x, matrix, shard.kind):
+            cuda_linear(flat_x, matrix, shard.kind, part)
+        else:
+            triton_linear(
+                flat_x, matrix, shard.kind, part, chunk_weights=_CHUNK_WEIGHTS
+            )
     return out
 
 

@@ -210,10 +210,12 @@ def _experts_on_gpu(
     intermediate: int,
     chosen_from: int,
 ) -> torch.Tensor:
-    from vllm.model_executor.layers.quantization.gguf import triton_moe
+    from vllm.model_executor.layers.quantization.gguf import cuda_moe, triton_moe
 
     kinds = [ggml_type(type_id) for type_id in type_ids]
     experts = triton_moe.Experts(w13, w2, *kinds, intermediate, chosen_from)
+    if cuda_moe.takes_experts(x, experts, local_ids):
+        return cuda_moe.cuda_experts(x, experts, topk_weights, local_ids)
     if triton_moe.is_aligned(experts, x.shape[1]):
         return triton_moe.triton_experts(x, experts, topk_weights, local_ids)
     return _expert_by_expert(

@@ -13,6 +13,7 @@ x. Router weights are applied in float32 to the down projection of a slot; a tok
 slots are summed in float32, in their order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -221,7 +222,7 @@ def _many_tokens(
     ids: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    (tokens, width), top_k, inner = x.shape, ids.shape[1], experts.intermediate
+    width, top_k, inner = x.shape[1], ids.shape[1], experts.intermediate
     slots = ids.numel()
     tile = moe_tile(slots / experts.chosen_from)
     if "F32" in (experts.gate.name, experts.up.name):
@@ -250,11 +251,8 @@ def _many_tokens(
         num_stages=tile.stages,
     )
     row = experts.down.row_bytes(inner)
-    step = _DOWN_BYTES // (slots * x.element_size())
-    step = min(width, max(tile.rows, step // tile.rows * tile.rows))
-    values = x.new_empty(slots * step)
-    for first in range(0, width, step):
-        rows = min(step, width - first)
+    for first, values in down_steps(x, slots, multiple=tile.rows):
+        rows = values.shape[1]
         tile_down_kernel[(groups * triton.cdiv(rows, tile.rows),)](
             hidden,
             *sorting,
@@ -273,16 +271,48 @@ def _many_tokens(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        sum_slots_kernel[tokens, triton.cdiv(rows, _SUM_COLUMNS)](
-            values,
-            ids,
-            router_weights,
-            out[:, first:],
-            out.stride(0),
-            top_k,
-            rows,
-            COLUMNS=_SUM_COLUMNS,
-        )
+        sum_slots(values, ids, router_weights, out[:, first:])
+
+
+def down_steps(
+    x: torch.Tensor, slots: int, multiple: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The down projection's rows, in steps of which all slots' values have room.
+
+    For each step its first row, and where the values go: [slots, rows], like `x`,
+    [tokens, hidden]. Steps share their memory. Rows are a multiple of `multiple`.
+    """
+    width = x.shape[1]
+    step = _DOWN_BYTES // (slots * x.element_size())
+    step = min(width, max(multiple, step // multiple * multiple))
+    scratch = x.new_empty(slots * step)
+    for first in range(0, width, step):
+        rows = min(step, width - first)
+        yield first, scratch[: slots * rows].view(slots, rows)
+
+
+def sum_slots(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    router_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write each token's values times router weights, added in order, into `out`.
+
+    values: [slots, rows]. ids, router_weights: [tokens, top-k]; ids below 0 add
+    nothing. out: [tokens, rows or more]; tokens may be apart.
+    """
+    rows = values.shape[1]
+    sum_slots_kernel[len(ids), triton.cdiv(rows, _SUM_COLUMNS)](
+        values,
+        ids,
+        router_weights,
+        out,
+        out.stride(0),
+        ids.shape[1],
+        rows,
+        COLUMNS=_SUM_COLUMNS,
+    )
 
 
 def _check(
