@@ -72,7 +72,7 @@ def _path(
     kind: str, kept: bool, types: tuple[str, ...], device: Kind, dtype: str
 ) -> LayerPath:
     if kept and device == "cuda":
-        return LayerPath(kind, types, "GGUF blocks, the fork's Triton kernels", "")
+        return LayerPath(kind, types, "GGUF blocks, the fork's kernels", "")
     if kept:
         return LayerPath(kind, types, "GGUF blocks, dequantized for every product", "")
     if not set(types) - FLOAT_TYPES:
