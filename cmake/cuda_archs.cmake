@@ -8,6 +8,7 @@
 #   VLLM_GLM_DSA_CUDA_ARCHS="9.0;12.0" cmake -P cmake/cuda_archs.cmake
 cmake_minimum_required(VERSION 3.24)
 set(GLM_DSA_CUDA_ARCHS 8.0 8.6 8.9 9.0 10.0f 12.0f)
+set(GLM_DSA_FAMILY_MEMBERS 10.0 10.3 12.0 12.1)
 
 # The members of GLM_DSA_CUDA_ARCHS that serve a request such as "9.0;12.1", in their own
 # order; all of them for an empty one. Whatever suffix a request has, `a` or `f`, the
@@ -25,7 +26,7 @@ function(glm_dsa_choose_archs request out)
     set(family "${CMAKE_MATCH_1}.0f")
     if(number IN_LIST GLM_DSA_CUDA_ARCHS)
       list(APPEND wanted ${number})
-    elseif(family IN_LIST GLM_DSA_CUDA_ARCHS)
+    elseif(number IN_LIST GLM_DSA_FAMILY_MEMBERS)
       list(APPEND wanted ${family})
     else()
       message(STATUS "CUDA architecture ${name} is left out: there is no code for it")

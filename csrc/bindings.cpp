@@ -36,9 +36,17 @@ static void check(const Tensor& tensor, const char* name, ScalarType type,
                   " must be contiguous in its last dimension");
 }
 
-// What kernels of both kinds ask of `args`, for blocks of a type.
+template <class... Tensors>
+static void check_devices(const Tensor& x, const Tensors&... others) {
+  const auto device = x.get_device_index();
+  STD_TORCH_CHECK(((others.get_device_index() == device) && ...),
+                  "tensors must be on one device");
+}
+
+// What kernels of both kinds ask of `args`, for blocks of a type. row_bytes: of a row;
+// table: the codebook.
 template <class Type, class Args>
-static void check_places(const Args& args) {
+static void check_places(const Args& args, int64_t row_bytes, const Tensor& table) {
   STD_TORCH_CHECK(args.columns > 0 && args.columns % Type::COLUMNS == 0,
                   "columns must be a multiple of ", Type::COLUMNS, ", not ",
                   args.columns);
@@ -48,7 +56,11 @@ static void check_places(const Args& args) {
                   Type::ALIGN, " bytes");
   const auto values = reinterpret_cast<uintptr_t>(args.x) | (2 * args.x_stride);
   STD_TORCH_CHECK(values % 16 == 0, "x must begin at multiples of 16 bytes");
-  STD_TORCH_CHECK(Type::TABLE == 0 || args.table != nullptr, "no codebook given");
+  const int64_t expected = int64_t{args.columns / Type::COLUMNS} * Type::BYTES;
+  STD_TORCH_CHECK(row_bytes == expected, args.columns, " columns take ", expected,
+                  " bytes of a row, not ", row_bytes);
+  STD_TORCH_CHECK(table.size(0) >= Type::TABLE_GIVEN, "the codebook must have ",
+                  Type::TABLE_GIVEN, " words, not ", table.size(0));
 }
 
 static void check_launch(bool known, int64_t type, cudaError_t error) {
@@ -56,8 +68,8 @@ static void check_launch(bool known, int64_t type, cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "launch failed: ", cudaGetErrorString(error));
 }
 
-static void launch(int64_t type, Mode mode, const SkinnyArgs& args,
-                   cudaStream_t stream) {
+static void launch(int64_t type, Mode mode, const SkinnyArgs& args, int64_t row_bytes,
+                   const Tensor& table, cudaStream_t stream) {
   const int warps = args.row_warps, stages = args.stages;
   STD_TORCH_CHECK(warps >= 0 && warps <= 8 && (warps & (warps - 1)) == 0,
                   "row_warps must be 0, 1, 2, 4 or 8, not ", warps);
@@ -66,18 +78,18 @@ static void launch(int64_t type, Mode mode, const SkinnyArgs& args,
   cudaError_t error = cudaSuccess;
   const bool known = with_type(static_cast<int>(type), [&](auto tag) {
     using Type = typename decltype(tag)::type;
-    check_places<Type>(args);
+    check_places<Type>(args, row_bytes, table);
     error = launch_skinny<Type>(mode, args, stream);
   });
   check_launch(known, type, error);
 }
 
 static void launch(int64_t type, TileMode mode, int64_t tile, const TileArgs& args,
-                   cudaStream_t stream) {
+                   int64_t row_bytes, const Tensor& table, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   const bool known = with_type(static_cast<int>(type), [&](auto tag) {
     using Type = typename decltype(tag)::type;
-    check_places<Type>(args);
+    check_places<Type>(args, row_bytes, table);
     error = launch_tiles<Type>(mode, static_cast<int>(tile), args, stream);
   });
   check_launch(known, type, error);
@@ -107,6 +119,7 @@ void skinny_linear(const Tensor& out, const Tensor& x, const Tensor& blocks,
   check(table, "table", ScalarType::Int, 1);
   STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == blocks.size(0),
                   "out must be [tokens, rows]");
+  check_devices(x, out, blocks, table);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   SkinnyArgs args = args_of<SkinnyArgs>(x, out, table);
   args.blocks = static_cast<const uint8_t*>(blocks.data_ptr());
@@ -114,7 +127,7 @@ void skinny_linear(const Tensor& out, const Tensor& x, const Tensor& blocks,
   args.tokens = static_cast<int>(x.size(0));
   args.row_warps = static_cast<int>(row_warps);
   args.stages = static_cast<int>(stages);
-  launch(type, Mode::LINEAR, args, current_stream(x));
+  launch(type, Mode::LINEAR, args, blocks.size(1), table, current_stream(x));
 }
 
 // Routed experts of few tokens. hidden: [tokens * top-k, intermediate], a scratch. w13,
@@ -135,12 +148,16 @@ void skinny_experts(const Tensor& out, const Tensor& hidden, const Tensor& x,
   const int64_t tokens = x.size(0), top_k = ids.size(1), inner = hidden.size(1);
   STD_TORCH_CHECK(top_k <= MAX_TOP_K, "top-k must be at most ", MAX_TOP_K, ", not ",
                   top_k);
-  STD_TORCH_CHECK(ids.stride(0) == top_k && router.stride(0) == top_k,
+  STD_TORCH_CHECK(tokens <= 1 || (ids.stride(0) == top_k && router.stride(0) == top_k),
                   "ids and router must be contiguous");
   STD_TORCH_CHECK(ids.size(0) == tokens && router.size(0) == tokens &&
                       router.size(1) == top_k && hidden.size(0) == tokens * top_k &&
-                      out.size(0) == tokens && out.size(1) == x.size(1),
+                      out.size(0) == tokens && out.size(1) == x.size(1) && inner > 0 &&
+                      x.size(1) > 0,
                   "sizes do not fit");
+  STD_TORCH_CHECK(w13.size(1) % (2 * inner) == 0 && w2.size(1) % x.size(1) == 0,
+                  "w13 and w2 must be whole rows, of ", inner, " and ", x.size(1));
+  check_devices(x, out, hidden, w13, w2, router, ids, table13, table2);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
   SkinnyArgs args = args_of<SkinnyArgs>(x, hidden, table13);
@@ -154,7 +171,7 @@ void skinny_experts(const Tensor& out, const Tensor& hidden, const Tensor& x,
   args.expert_stride = w13.stride(0);
   args.up_offset = w13.size(1) / 2;
   args.row_stride = args.up_offset / inner;
-  launch(type13, Mode::GATE_UP, args, stream);
+  launch(type13, Mode::GATE_UP, args, args.row_stride, table13, stream);
 
   SkinnyArgs down = args_of<SkinnyArgs>(hidden, out, table2);
   down.ids = args.ids;
@@ -166,7 +183,7 @@ void skinny_experts(const Tensor& out, const Tensor& hidden, const Tensor& x,
   down.blocks = static_cast<const uint8_t*>(w2.data_ptr());
   down.expert_stride = w2.stride(0);
   down.row_stride = w2.size(1) / out.size(1);
-  launch(type2, Mode::DOWN, down, stream);
+  launch(type2, Mode::DOWN, down, down.row_stride, table2, stream);
 }
 
 // The same as skinny_linear, of any number of tokens.
@@ -178,12 +195,13 @@ void tiles_linear(const Tensor& out, const Tensor& x, const Tensor& blocks,
   check(table, "table", ScalarType::Int, 1);
   STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == blocks.size(0),
                   "out must be [tokens, rows]");
+  check_devices(x, out, blocks, table);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   auto args = args_of<TileArgs>(x, out, table);
   args.blocks = static_cast<const uint8_t*>(blocks.data_ptr());
   args.row_stride = blocks.stride(0);
   args.tokens = static_cast<int>(x.size(0));
-  launch(type, TileMode::LINEAR, tile, args, current_stream(x));
+  launch(type, TileMode::LINEAR, tile, args, blocks.size(1), table, current_stream(x));
 }
 
 // Slots sorted by expert. With top_k: out [sorted slots, rows] = silu(x Wg^T) * (x
@@ -205,6 +223,7 @@ void tiles_experts(const Tensor& out, const Tensor& x, const Tensor& blocks,
   STD_TORCH_CHECK(order.size(0) == out.size(0) &&
                       (top_k > 0 ? x.size(0) * top_k : x.size(0)) == out.size(0),
                   "order and out must be of all slots");
+  check_devices(x, out, blocks, order, tiles, table);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   auto args = args_of<TileArgs>(x, out, table);
   args.blocks = static_cast<const uint8_t*>(blocks.data_ptr());
@@ -216,11 +235,15 @@ void tiles_experts(const Tensor& out, const Tensor& x, const Tensor& blocks,
   args.max_tiles = static_cast<int>((tiles.size(0) - 1) / 3);
   args.top_k = static_cast<int>(top_k);
   const auto mode = top_k > 0 ? TileMode::GATE_UP : TileMode::DOWN;
-  launch(type, mode, tile, args, current_stream(x));
+  launch(type, mode, tile, args, row_bytes, table, current_stream(x));
 }
 
 bool has_kernels(int64_t device) {
-  return has_skinny_kernels(static_cast<int>(device));
+  const cudaError_t error = find_skinny_kernels(static_cast<int>(device));
+  if (error == cudaErrorNoKernelImageForDevice) return false;
+  if (error == cudaErrorInvalidDeviceFunction) return false;
+  STD_TORCH_CHECK(error == cudaSuccess, cudaGetErrorString(error));
+  return true;
 }
 
 }  // namespace vllm_glm_dsa

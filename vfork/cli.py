@@ -215,7 +215,7 @@ def _diff(args: argparse.Namespace, root: Path) -> Outcome:
 
 def _assemble(args: argparse.Namespace, root: Path) -> Outcome:
     base = _base(args, root)
-    extension = extension_for(root, base)
+    extension = None if args.dry_run else extension_for(root, base)
     report = assemble(root, base, args.out, extension=extension, dry_run=args.dry_run)
     text = (
         f"{report.version} in {report.out}: {report.files} files, "
@@ -226,7 +226,7 @@ def _assemble(args: argparse.Namespace, root: Path) -> Outcome:
 
 def _wheel(args: argparse.Namespace, root: Path) -> Outcome:
     base = _base(args, root)
-    extension = extension_for(root, base)
+    extension = None if args.dry_run else extension_for(root, base)
     path = build_wheel(root, base, args.out, extension=extension, dry_run=args.dry_run)
     return Outcome(str(path), {"base": base.name, "wheel": str(path)})
 

@@ -28,10 +28,16 @@ MEMBER = "vllm/_glm_dsa_C.abi3.so"
 SWITCH = "VLLM_GLM_DSA_EXTENSION"
 ARCHS = "VLLM_GLM_DSA_CUDA_ARCHS"
 CMAKE = (3, 24)
+NVCC = (12, 9)
 
 _SOURCES = ("CMakeLists.txt", "cmake", "csrc")
 _CHOSEN = re.compile(r"^-- CUDA architectures: (.+)$", re.MULTILINE)
 _LINES_SHOWN = 30
+# What else CMake and nvcc would take from the environment, and the key does not hold.
+_FLAGS = (
+    *("CFLAGS", "CPPFLAGS", "CXXFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "LDFLAGS"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def extension_for(root: Path, base: Base) -> Extension | None:
     if base.name != "cuda" or not (root / "csrc").is_dir():
         return None
     demanded = _demanded()
-    if demanded is False:
+    if switched_off():
         _note(f"{SWITCH} is 0")
         return None
     missing = missing_tools()
@@ -108,7 +114,7 @@ def build_requirements(root: Path) -> list[str]:
     The torch is that of the CPU base: its headers serve every release from 2.11 on.
     """
     demanded = _demanded()
-    unwanted = demanded is False or (demanded is None and nvcc() is None)
+    unwanted = demanded is False or (demanded is None and _new_nvcc() is None)
     if unwanted or not (root / "csrc").is_dir():
         return []
     tools = {"cmake>=3.24": _cmake(), "ninja": _program("ninja")}
@@ -147,7 +153,7 @@ def chosen_archs(root: Path) -> tuple[str, ...]:
 def missing_tools() -> list[str]:
     """What the build needs and this machine or Python lacks."""
     found = {
-        "nvcc": nvcc(),
+        f"nvcc {NVCC[0]}.{NVCC[1]} or newer": _new_nvcc(),
         f"CMake {CMAKE[0]}.{CMAKE[1]} or newer": _cmake(),
         "ninja": _program("ninja"),
         "g++": shutil.which("g++"),
@@ -165,6 +171,11 @@ def cuda_tool(name: str) -> str | None:
     """The path of a program of the CUDA toolkit."""
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     return shutil.which(name) or shutil.which(name, path=f"{home}/bin")
+
+
+def switched_off() -> bool:
+    """Whether VLLM_GLM_DSA_EXTENSION is 0. Raises VforkError VF511 for a bad value."""
+    return _demanded() is False
 
 
 def _demanded() -> bool | None:
@@ -188,11 +199,19 @@ def _note(why: str) -> None:
 
 def _cmake() -> str | None:
     """CMake, if it is new enough."""
-    found = _program("cmake")
-    said = _output([found, "--version"]) if found else ""
-    numbers = re.search(r"version (\d+)\.(\d+)", said)
-    fits = numbers and (int(numbers[1]), int(numbers[2])) >= CMAKE
-    return found if fits else None
+    return _at_least(CMAKE, _program("cmake"), r"version (\d+)\.(\d+)")
+
+
+def _new_nvcc() -> str | None:
+    """nvcc, if it knows families of architectures."""
+    return _at_least(NVCC, nvcc(), r"\bV(\d+)\.(\d+)")
+
+
+def _at_least(oldest: tuple[int, int], program: str | None, said: str) -> str | None:
+    """`program`, if the version that it says, by the pattern, is not older."""
+    numbers = re.search(said, _output([program, "--version"]) if program else "")
+    fits = numbers and (int(numbers[1]), int(numbers[2])) >= oldest
+    return program if fits else None
 
 
 def _program(name: str) -> str | None:
@@ -252,7 +271,8 @@ def _build(root: Path, key: str, archs: tuple[str, ...], kept: Path) -> None:
             copy = folder / "source" / path.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-        environment = {**os.environ, ARCHS: " ".join(archs), "CUDACXX": nvcc() or ""}
+        environment = {k: v for k, v in os.environ.items() if k not in _FLAGS}
+        environment |= {ARCHS: " ".join(archs), "CUDACXX": nvcc() or ""}
         environment |= {"CXX": "g++", "CC": "gcc"}
         cmake, out = _cmake() or "cmake", str(folder / "build")
         configure = [cmake, "-S", str(folder / "source"), "-B", out, "-G", "Ninja"]
@@ -274,20 +294,21 @@ def _build_folder(key: str) -> Iterator[Path]:
     nvcc hashes the path of a source into names, so that another path gives other bytes.
     """
     folder = Path(tempfile.gettempdir(), f"vllm-glm-dsa-{key}")
-    if folder.is_dir() and folder.stat().st_uid == os.getuid():
-        shutil.rmtree(folder)  # left by a build that was cut short
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise VforkError(
-            "VF514",
-            f"the extension cannot be compiled in {folder}: {error}",
-            hint="set TMPDIR to a directory that is yours",
-        ) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with locked(folder):
+        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder)  # left by a build that was cut short
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise VforkError(
+                "VF514",
+                f"the extension cannot be compiled in {folder}: {error}",
+                hint="set TMPDIR to a directory that is yours",
+            ) from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> None:

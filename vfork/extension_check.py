@@ -135,7 +135,10 @@ def check_file(root: Path, path: Path) -> CheckReport:
         listed = _run("cuobjdump", [_cuobjdump(), "--list-elf", str(library)])
         ptx = _run("cuobjdump", [_cuobjdump(), "--list-ptx", str(library)])
         dump = [_cuobjdump(), "--dump-resource-usage", str(library)]
-        spilled = spilled_bytes(_run("cuobjdump", dump))
+        usage = _run("cuobjdump", dump)
+        spilled = spilled_bytes(usage)
+        if _CUBIN.search(listed) and not _RESOURCES.search(usage):
+            errors.append(_fault("cuobjdump tells no resources of any kernel"))
         operators, failed = _load(library)
     errors += check_cubins(listed, ptx, archs)
     errors += check_spilled(spilled)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vfork.errors import VforkError
-from vfork.extension import extension_for
+from vfork.extension import Extension, extension_for, switched_off
 from vfork.fetch import fetch
 from vfork.image import MANIFEST, Image, compose
 from vfork.overlay import PACKAGE, Member
@@ -44,10 +44,12 @@ def sync(root: Path, site_packages: Path, *, dry_run: bool = False) -> SyncRepor
     manifest = _read_manifest(site_packages)
     record_path = _record_path(site_packages)
     base = _installed_base(root, manifest)
+    extension = None if dry_run else extension_for(root, base)
+    if extension is None and not switched_off():
+        # What this machine cannot compile stays as it was installed.
+        extension = _installed_extension(site_packages, manifest)
     with Release(fetch(base)) as release:
-        image = compose(
-            root, base, release, str(manifest["version"]), extension_for(root, base)
-        )
+        image = compose(root, base, release, str(manifest["version"]), extension)
         wanted = _wanted(image)
         stale = {entry["file"] for entry in manifest["edits"]} - set(wanted)
         restored = {path: Member(release.read(path)) for path in sorted(stale)}
@@ -90,6 +92,16 @@ def _read_manifest(site_packages: Path) -> dict[str, Any]:
             hint="install the fork again, with `pip install .` in the checkout",
         )
     return manifest
+
+
+def _installed_extension(
+    site_packages: Path, manifest: dict[str, Any]
+) -> Extension | None:
+    entry = manifest.get("extension")
+    data = _content(site_packages / entry["file"]) if entry else None
+    if entry is None or data is None:
+        return None
+    return Extension(data, tuple(entry["archs"]), entry["compiler"])
 
 
 def _record_path(site_packages: Path) -> Path:

@@ -10,7 +10,8 @@
 //   FORM       what quants are: see Form
 //   OFFSET     what to subtract from a quant in the form BYTES
 //   MINIMUM    whether groups have a minimum, to be subtracted
-//   TABLE      32-bit words of its codebook, in the form of `table_word`
+//   TABLE      32-bit words of its codebook, in the form of `table_word`, which takes
+//              them from TABLE_GIVEN words of gguf-py's
 // and has, for a row,
 //   Row(at)                         what its groups share, read from the run's bytes
 //   quants(at, table, g, lane, q)   of 32 weights from 32 g on: first the four from
@@ -61,6 +62,7 @@ struct Block {
   static constexpr Form FORM = Form::BYTES;
   static constexpr bool MINIMUM = false;
   static constexpr int TABLE = 0;
+  static constexpr int TABLE_GIVEN = 0;
   GGUF_INLINE static uint32_t table_word(const int32_t*, int) { return 0; }
   GGUF_INLINE float minimum(int) const { return 0.0f; }
 };
@@ -156,6 +158,7 @@ struct Q8_0 : Block<128, 4 * 34, 32, 0> {
 struct Codebook {
   static constexpr Form FORM = Form::BFLOAT16;
   static constexpr int TABLE = 8;
+  static constexpr int TABLE_GIVEN = 4;
   GGUF_INLINE static uint32_t table_word(const int32_t* table, int i) {
     uint32_t word = 0;
     for (int j = 0; j < 4; j++) {
@@ -193,6 +196,7 @@ struct IndexNibbles : Nibbles<HEAD, 0> {
   using Base::Base;
   static constexpr Form FORM = Codebook::FORM;
   static constexpr int TABLE = Codebook::TABLE;
+  static constexpr int TABLE_GIVEN = Codebook::TABLE_GIVEN;
   GGUF_INLINE static uint32_t table_word(const int32_t* table, int i) {
     return Codebook::table_word(table, i);
   }

@@ -30,6 +30,7 @@ GGUF_INLINE uint32_t four_signs(uint32_t seven, int half) {
 template <int BYTES_, int GROUP_, int ENTRIES, int WORDS>
 struct Grid : Block<256, BYTES_, GROUP_, 64> {
   static constexpr int TABLE = ENTRIES * WORDS;
+  static constexpr int TABLE_GIVEN = TABLE;
   GGUF_INLINE static uint32_t table_word(const int32_t* table, int i) {
     return static_cast<uint32_t>(table[i]) + 0x40404040;
   }
@@ -144,6 +145,7 @@ struct IQ3_S : Grid<110, 32, 512, 1> {
 template <int BYTES_, int GROUP_>
 struct TernaryGrid : Block<256, BYTES_, GROUP_, 16> {
   static constexpr int TABLE = 2048;
+  static constexpr int TABLE_GIVEN = 2 * TABLE;
   GGUF_INLINE static uint32_t table_word(const int32_t* table, int i) {
     const uint32_t two = 0x02020202;
     const uint32_t low = (static_cast<uint32_t>(table[2 * i]) & 0x03030303) ^ two;
@@ -210,6 +212,7 @@ struct IQ1_M : TernaryGrid<56, 16> {
 struct IQ4_XS : Block<256, 136, 32, 0> {
   static constexpr Form FORM = Codebook::FORM;
   static constexpr int TABLE = Codebook::TABLE;
+  static constexpr int TABLE_GIVEN = Codebook::TABLE_GIVEN;
   GGUF_INLINE static uint32_t table_word(const int32_t* table, int i) {
     return Codebook::table_word(table, i);
   }

@@ -390,7 +390,9 @@ cudaError_t launch_kernel(SkinnyArgs args, int programs, cudaStream_t stream) {
   const int bytes = Shape::bytes(args.stages);
   const auto kernel = skinny_kernel<Type, MODE, ONE>;
   const auto what = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (const auto error = cudaFuncSetAttribute(kernel, what, bytes)) return error;
+  if (cudaFuncSetAttribute(kernel, what, bytes) != cudaSuccess) {
+    return cudaGetLastError();  // and no later launch shall find it
+  }
   const int rows = args.row_warps * ROWS;
   const dim3 grid((args.rows + rows - 1) / rows, programs);
   kernel<<<grid, WARPS * 32, bytes, stream>>>(args);

@@ -42,7 +42,7 @@ struct SkinnyArgs {
 template <class Type>
 cudaError_t launch_skinny(Mode mode, SkinnyArgs args, cudaStream_t stream);
 
-// Whether there is machine code for the device.
-bool has_skinny_kernels(int device);
+// Success if there is machine code for the device.
+cudaError_t find_skinny_kernels(int device);
 
 }  // namespace vllm_glm_dsa

@@ -15,16 +15,16 @@ LAUNCH(Q6_K)
 
 #undef LAUNCH
 
-bool has_skinny_kernels(int device) {
+cudaError_t find_skinny_kernels(int device) {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device);
   cudaFuncAttributes attributes;
   const auto kernel = skinny_kernel<Q4_K, Mode::LINEAR, true>;
-  const bool found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   cudaGetLastError();
   cudaSetDevice(before);
-  return found;
+  return error;
 }
 
 }  // namespace vllm_glm_dsa

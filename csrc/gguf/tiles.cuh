@@ -240,7 +240,9 @@ cudaError_t launch_tiles_kernel(const TileArgs& args, cudaStream_t stream) {
   static_assert(Shape::BYTES <= 101376);
   const auto kernel = tiles_kernel<Type, MODE, TOKENS>;
   const auto what = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (const auto error = cudaFuncSetAttribute(kernel, what, Shape::BYTES)) return error;
+  if (cudaFuncSetAttribute(kernel, what, Shape::BYTES) != cudaSuccess) {
+    return cudaGetLastError();  // and no later launch shall find it
+  }
   const int rows = MODE == TileMode::GATE_UP ? TILE_ROWS / 2 : TILE_ROWS;
   const int tiles =
       MODE == TileMode::LINEAR ? (args.tokens + TOKENS - 1) / TOKENS : args.max_tiles;

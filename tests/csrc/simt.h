@@ -55,6 +55,7 @@ std::vector<Barrier> warp_barriers;
 std::vector<Fragments> fragments;
 std::vector<uint8_t> memory;
 bool late_copies;
+bool moved;  // some thread has passed a barrier, or is done
 std::function<void()> body;
 
 inline Thread& self() { return threads[current]; }
@@ -65,6 +66,7 @@ inline void wait_for(Barrier& barrier, int count) {
   if (++barrier.arrived == count) {
     barrier.arrived = 0;
     barrier.generation++;
+    moved = true;
     return;
   }
   while (barrier.generation == generation) {
@@ -97,15 +99,19 @@ inline bool run_block(int count, size_t shared_bytes, bool backwards) {
     makecontext(&thread.context, enter, 0);
   }
   int left = count;
-  for (long round = 0; left > 0; round++) {
-    if (round > 50'000'000) return false;
+  while (left > 0) {
+    moved = false;
     for (int i = 0; i < count; i++) {
       current = backwards ? count - 1 - i : i;
       if (self().done) continue;
       threadIdx = {static_cast<unsigned>(current), 0, 0};
       swapcontext(&scheduler, &self().context);
-      if (self().done) left--;
+      if (self().done) {
+        left--;
+        moved = true;
+      }
     }
+    if (!moved) return false;
   }
   return true;
 }

@@ -67,7 +67,7 @@ def _stand_in(root: Path) -> None:
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
     sys.modules[utils.__name__] = utils
     logger = types.ModuleType("vllm.logger")
-    logger.init_logger = logging.getLogger
+    logger.init_logger = _logger
     sys.modules[logger.__name__] = logger
 
 
@@ -120,3 +120,10 @@ def pretend(capability: tuple[int, int] | None) -> None:
     kernels = importlib.import_module(f"{_OPS}.sparse_mla.triton_sparse_mla")
     count = torch.cuda.get_device_properties(0).multi_processor_count
     kernels._device = lambda device: (capability, count)
+
+
+def _logger(name: str) -> logging.Logger:
+    """One with vLLM's method for what is said once."""
+    made = logging.getLogger(name)
+    made.warning_once = made.warning  # type: ignore[attr-defined]
+    return made

@@ -106,6 +106,7 @@ def log(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("12.1 10.3a", ("10.0f", "12.0f"), id="members-of-families"),
         pytest.param("9.0a 9.0", ("9.0",), id="suffix-and-twice"),
         pytest.param("7.5;9.0", ("9.0",), id="one-left-out"),
+        pytest.param("10.1 12.9 9.0", ("9.0",), id="no-member-of-a-family"),
     ],
 )
 def test_architectures_are_those_asked_for_that_there_are(
@@ -155,7 +156,7 @@ def test_missing_nvcc_is_told_in_one_line(
     without_tools(monkeypatch, tmp_path / "bin")
     assert extension_for(kernels, base("cuda")) is None
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("vfork: no compiled extension, as there is no nvcc and no ")
+    assert line.startswith("vfork: no compiled extension, as there is no nvcc 12.9 or ")
     assert line.endswith("Triton kernels do its work")
 
 
@@ -176,6 +177,28 @@ def test_older_cmake_does_not_count(
     monkeypatch.setenv(SWITCH, "1")
     with pytest.raises(VforkError, match=r"there is no CMake 3\.24 or newer\n"):
         extension_for(kernels, base("cuda"))
+
+
+def test_older_nvcc_does_not_count(
+    kernels: Path, base: GetBase, log: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(log.parent, {"bin/nvcc": "#!/bin/sh\necho release 12.4, V12.4.131\n"})
+    assert extension_for(kernels, base("cuda")) is None
+    assert "there is no nvcc 12.9 or newer;" in capfd.readouterr().err
+    assert build_requirements(kernels) == []
+
+
+def test_flags_of_the_environment_do_not_reach_the_build(
+    kernels: Path, base: GetBase, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cmake = log.parent / "bin/cmake"
+    text = cmake.read_text()
+    write(log.parent, {"bin/cmake": text.replace("-S)", '-S) echo "$CUDAFLAGS" >&2;')})
+    monkeypatch.setenv("CUDAFLAGS", "--debug-of-the-shell")
+    write(kernels, {"csrc/kernel.cu": "BROKEN\n"})
+    with pytest.raises(VforkError) as caught:
+        extension_for(kernels, base("cuda"))
+    assert "--debug-of-the-shell" not in str(caught.value)
 
 
 def test_extension_can_be_switched_off(
@@ -305,6 +328,11 @@ def test_sync_brings_replaces_and_removes_the_extension(
     assert MEMBER in sync(kernels, site).written
     assert (site / MEMBER).read_bytes() == b"code\n"
     assert sync(kernels, site).written == ()
+    # A machine without the tools keeps what was installed, and its entry.
+    (log.parent / "bin/nvcc").rename(log.parent / "nvcc")
+    assert sync(kernels, site).removed == sync(kernels, site).written == ()
+    assert (site / MEMBER).read_bytes() == b"code\n"
+    (log.parent / "nvcc").rename(log.parent / "bin/nvcc")
     monkeypatch.setenv(SWITCH, "0")
     assert sync(kernels, site).removed == (MEMBER,)
     assert not (site / MEMBER).exists()

@@ -46,7 +46,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> FakeOps:
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Warnings of the extension, which nobody asked for yet."""
     texts: list[str] = []
-    logger = types.SimpleNamespace(warning=lambda text, *a: texts.append(text % a))
+    logger = types.SimpleNamespace(warning_once=lambda text, *a: texts.append(text % a))
     monkeypatch.setattr(cuda_extension, "logger", logger)
     monkeypatch.delitem(sys.modules, "vllm._glm_dsa_C", raising=False)
     cuda_extension.is_available.cache_clear()

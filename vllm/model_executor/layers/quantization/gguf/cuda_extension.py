@@ -38,18 +38,21 @@ _VALUES_ALIGNMENT = 16
 def is_available(device: torch.device) -> bool:
     """Whether the extension is there and has machine code for the device.
 
-    If not, a warning says so, once: what comes instead is slower.
+    If not, a warning says so: what comes instead is slower.
     """
     try:
         import vllm._glm_dsa_C  # noqa: F401
     except ImportError as error:
         problem = f"cannot be imported ({error})"
     else:
-        if torch.ops.vllm_glm_dsa.gguf_has_kernels(device.index or 0):
-            return True
         major, minor = torch.cuda.get_device_capability(device)
         problem = f"has no code for compute capability {major}.{minor}"
-    logger.warning(
+        try:
+            if torch.ops.vllm_glm_dsa.gguf_has_kernels(device.index or 0):
+                return True
+        except RuntimeError as error:
+            problem = f"does not run ({str(error).splitlines()[0]})"
+    logger.warning_once(
         "The compiled extension vllm._glm_dsa_C %s. Triton multiplies GGUF blocks "
         "instead, more slowly. A wheel for CUDA has the extension if nvcc was there "
         "when it was built; VLLM_GLM_DSA_CUDA_ARCHS chooses architectures.",
