@@ -192,13 +192,12 @@ def test_flags_of_the_environment_do_not_reach_the_build(
     kernels: Path, base: GetBase, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cmake = log.parent / "bin/cmake"
-    text = cmake.read_text()
-    write(log.parent, {"bin/cmake": text.replace("-S)", '-S) echo "$CUDAFLAGS" >&2;')})
+    said = '"$VLLM_GLM_DSA_CUDA_ARCHS"'
+    text = cmake.read_text().replace(f"echo {said}", f'echo {said} "$CUDAFLAGS"')
+    write(log.parent, {"bin/cmake": text})
     monkeypatch.setenv("CUDAFLAGS", "--debug-of-the-shell")
-    write(kernels, {"csrc/kernel.cu": "BROKEN\n"})
-    with pytest.raises(VforkError) as caught:
-        extension_for(kernels, base("cuda"))
-    assert "--debug-of-the-shell" not in str(caught.value)
+    assert extension_for(kernels, base("cuda")) is not None
+    assert log.read_text().split() == [*ALL]
 
 
 def test_extension_can_be_switched_off(
